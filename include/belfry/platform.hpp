@@ -1,0 +1,229 @@
+// The one place where a GPU and a CPU differ: function attributes, atomics with their scope and
+// order, fences, the clock, and the hooks by which the host executor interleaves device code.
+// Everything above this file is written once and compiled by nvcc and by the host compiler.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "belfry/simt.hpp"
+
+#if defined(__CUDACC__)
+#include <cuda/atomic>
+#define BELFRY_CUDA 1
+#define BELFRY_HOST_DEVICE __host__ __device__
+#define BELFRY_DEVICE __device__
+#define BELFRY_INLINE __forceinline__
+#else
+#define BELFRY_CUDA 0
+#define BELFRY_HOST_DEVICE
+#define BELFRY_DEVICE
+#define BELFRY_INLINE inline __attribute__((always_inline))
+#endif
+
+// True only while code for the GPU itself is generated.
+#if defined(__CUDA_ARCH__)
+#define BELFRY_ON_GPU 1
+#else
+#define BELFRY_ON_GPU 0
+#endif
+
+namespace belfry {
+
+// Who must see an access: the threads of one block, of one GPU, or the whole system (peer GPUs,
+// CPUs and NICs). On the host executor every scope is the system.
+enum class Scope { block, device, system };
+
+// The C++ memory orders, spelled at every access.
+enum class Order { relaxed, acquire, release, acq_rel, seq_cst };
+
+namespace detail {
+
+template <Order O>
+constexpr int builtin_order() {
+  if constexpr (O == Order::relaxed) return __ATOMIC_RELAXED;
+  if constexpr (O == Order::acquire) return __ATOMIC_ACQUIRE;
+  if constexpr (O == Order::release) return __ATOMIC_RELEASE;
+  if constexpr (O == Order::acq_rel) return __ATOMIC_ACQ_REL;
+  return __ATOMIC_SEQ_CST;
+}
+
+// A failed compare-exchange stores nothing, so its order drops the release half.
+template <Order O>
+constexpr int builtin_failure_order() {
+  if constexpr (O == Order::relaxed || O == Order::release) return __ATOMIC_RELAXED;
+  if constexpr (O == Order::seq_cst) return __ATOMIC_SEQ_CST;
+  return __ATOMIC_ACQUIRE;
+}
+
+#if BELFRY_CUDA
+template <Order O>
+BELFRY_HOST_DEVICE constexpr cuda::std::memory_order cuda_order() {
+  if constexpr (O == Order::relaxed) return cuda::std::memory_order_relaxed;
+  if constexpr (O == Order::acquire) return cuda::std::memory_order_acquire;
+  if constexpr (O == Order::release) return cuda::std::memory_order_release;
+  if constexpr (O == Order::acq_rel) return cuda::std::memory_order_acq_rel;
+  return cuda::std::memory_order_seq_cst;
+}
+
+template <Scope S>
+BELFRY_HOST_DEVICE constexpr cuda::thread_scope cuda_scope() {
+  if constexpr (S == Scope::block) return cuda::thread_scope_block;
+  if constexpr (S == Scope::device) return cuda::thread_scope_device;
+  return cuda::thread_scope_system;
+}
+#endif
+
+}  // namespace detail
+
+// On the host executor's seeded mode every atomic is a point where another task may run.
+BELFRY_HOST_DEVICE BELFRY_INLINE void preemption_point() {
+#if !BELFRY_ON_GPU
+  if (simt::preemptive) [[unlikely]]
+    simt::preempt();
+#endif
+}
+
+template <Order O, Scope S, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE T load(const T* address) {
+#if BELFRY_ON_GPU
+  return cuda::atomic_ref<T, detail::cuda_scope<S>()>(*const_cast<T*>(address))
+      .load(detail::cuda_order<O>());
+#else
+  preemption_point();
+  return __atomic_load_n(address, detail::builtin_order<O>());
+#endif
+}
+
+template <Order O, Scope S, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE void store(T* address, std::type_identity_t<T> value) {
+#if BELFRY_ON_GPU
+  cuda::atomic_ref<T, detail::cuda_scope<S>()>(*address).store(value, detail::cuda_order<O>());
+#else
+  preemption_point();
+  __atomic_store_n(address, value, detail::builtin_order<O>());
+#endif
+}
+
+template <Order O, Scope S, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE T fetch_add(T* address, std::type_identity_t<T> value) {
+#if BELFRY_ON_GPU
+  return cuda::atomic_ref<T, detail::cuda_scope<S>()>(*address).fetch_add(value,
+                                                                          detail::cuda_order<O>());
+#else
+  preemption_point();
+  return __atomic_fetch_add(address, value, detail::builtin_order<O>());
+#endif
+}
+
+template <Order O, Scope S, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE T exchange(T* address, std::type_identity_t<T> value) {
+#if BELFRY_ON_GPU
+  return cuda::atomic_ref<T, detail::cuda_scope<S>()>(*address).exchange(value,
+                                                                         detail::cuda_order<O>());
+#else
+  preemption_point();
+  return __atomic_exchange_n(address, value, detail::builtin_order<O>());
+#endif
+}
+
+// Strong compare-exchange. Returns true when `desired` was stored; otherwise `expected` holds
+// the value found.
+template <Order O, Scope S, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE bool compare_exchange(T* address, T& expected,
+                                                       std::type_identity_t<T> desired) {
+#if BELFRY_ON_GPU
+  return cuda::atomic_ref<T, detail::cuda_scope<S>()>(*address).compare_exchange_strong(
+      expected, desired, detail::cuda_order<O>());
+#else
+  preemption_point();
+  return __atomic_compare_exchange_n(address, &expected, desired, false,
+                                     detail::builtin_order<O>(),
+                                     detail::builtin_failure_order<O>());
+#endif
+}
+
+// A stand-alone fence. Protocols here prefer release stores and acquire loads: ThreadSanitizer
+// understands those and not fences, and on a GPU a release store is the same fence.
+template <Order O, Scope S>
+BELFRY_HOST_DEVICE BELFRY_INLINE void fence() {
+#if BELFRY_ON_GPU
+  cuda::atomic_thread_fence(detail::cuda_order<O>(), detail::cuda_scope<S>());
+#elif defined(__SANITIZE_THREAD__)
+  preemption_point();
+#else
+  preemption_point();
+  __atomic_thread_fence(detail::builtin_order<O>());
+#endif
+}
+
+// An aligned 16-byte word that is read and written as a unit: command-ring slots and packets.
+struct alignas(16) Word16 {
+  std::uint64_t low;
+  std::uint64_t high;
+};
+
+// Stores a 16-byte word whose `high` half carries the mark by which a reader knows that it is
+// new. GPU: one relaxed system-scope 16-byte store, so that no fence is paid per word. Host:
+// the low half, then a release store of the high half, which orders the same on every CPU and
+// is visible to ThreadSanitizer.
+BELFRY_HOST_DEVICE BELFRY_INLINE void store_word16(Word16* address, Word16 value) {
+#if BELFRY_ON_GPU
+  asm volatile("st.relaxed.sys.global.v2.u64 [%0], {%1, %2};" ::"l"(address), "l"(value.low),
+               "l"(value.high)
+               : "memory");
+#else
+  store<Order::relaxed, Scope::system>(&address->low, value.low);
+  store<Order::release, Scope::system>(&address->high, value.high);
+#endif
+}
+
+// The counterpart: if the mark in `high` is the expected one, `low` belongs to it.
+BELFRY_HOST_DEVICE BELFRY_INLINE Word16 load_word16(const Word16* address) {
+  Word16 value;
+#if BELFRY_ON_GPU
+  asm volatile("ld.relaxed.sys.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(value.low), "=l"(value.high)
+               : "l"(address)
+               : "memory");
+#else
+  value.high = load<Order::acquire, Scope::system>(&address->high);
+  value.low = load<Order::relaxed, Scope::system>(&address->low);
+#endif
+  return value;
+}
+
+// Rings a doorbell register. The store leaves in program order after a preceding system-scope
+// release (the doorbell record's), which is what the NIC's ordering rules ask for.
+BELFRY_HOST_DEVICE BELFRY_INLINE void store_doorbell(std::uint64_t* reg, std::uint64_t value) {
+#if BELFRY_ON_GPU
+  asm volatile("fence.acq_rel.sys;\n\tst.mmio.relaxed.sys.global.u64 [%0], %1;" ::"l"(reg),
+               "l"(value)
+               : "memory");
+#else
+  store<Order::release, Scope::system>(reg, value);
+#endif
+}
+
+// Nanoseconds of a monotonic clock; comparable between the threads of one device. On the host
+// this is the executor's clock: real time, or virtual time in the seeded mode.
+BELFRY_HOST_DEVICE BELFRY_INLINE std::uint64_t now_ns() {
+#if BELFRY_ON_GPU
+  std::uint64_t ns;
+  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(ns));
+  return ns;
+#else
+  return simt::now_ns();
+#endif
+}
+
+// Gives way inside a waiting loop. GPU: nothing to do, the warp scheduler runs the others.
+// Host executor: another task runs.
+BELFRY_HOST_DEVICE BELFRY_INLINE void relax() {
+#if !BELFRY_ON_GPU
+  simt::yield();
+#endif
+}
+
+}  // namespace belfry
