@@ -138,8 +138,7 @@ BELFRY_HOST_DEVICE BELFRY_INLINE bool compare_exchange(T* address, T& expected,
       expected, desired, detail::cuda_order<O>());
 #else
   preemption_point();
-  return __atomic_compare_exchange_n(address, &expected, desired, false,
-                                     detail::builtin_order<O>(),
+  return __atomic_compare_exchange_n(address, &expected, desired, false, detail::builtin_order<O>(),
                                      detail::builtin_failure_order<O>());
 #endif
 }

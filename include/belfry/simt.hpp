@@ -23,8 +23,8 @@ const char* to_string(Mode mode);
 
 struct Options {
   Mode mode = Mode::cooperative;
-  std::uint64_t seed = 1;               // seeded: the interleaving, and virtual time, follow from it
-  unsigned workers = 0;                 // threads: OS threads; 0 = the cores of this machine
+  std::uint64_t seed = 1;  // seeded: the interleaving, and virtual time, follow from it
+  unsigned workers = 0;    // threads: OS threads; 0 = the cores of this machine
   std::size_t stack_bytes = 64 * 1024;  // per CUDA thread (fiber), a guard page below it
   unsigned resident_threads = 16384;    // CUDA threads live at once; later blocks wait their turn
   // No fiber ran anything but waits for this long: the launch is reported as deadlocked, with
@@ -62,10 +62,10 @@ struct Killed {};
 // What the calling thread waits for, for deadlock reports and `belfry doctor`. Points into the
 // waiter's stack: alive for as long as the Waiting object that names it.
 struct WaitNote {
-  const char* what = "";               // "signal", "counter", "completion", "queue space", ...
-  std::uint64_t id = 0;                // the signal's, counter's or queue's number
-  int peer = -1;                       // rank, -1 when none
-  std::uint64_t wanted = 0;            // the value waited for
+  const char* what = "";                // "signal", "counter", "completion", "queue space", ...
+  std::uint64_t id = 0;                 // the signal's, counter's or queue's number
+  int peer = -1;                        // rank, -1 when none
+  std::uint64_t wanted = 0;             // the value waited for
   const std::uint64_t* word = nullptr;  // where the value is seen; may be null
 };
 
