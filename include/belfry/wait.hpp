@@ -1,0 +1,150 @@
+// Waiting that always ends: the error record that device and host read, the abort word, the
+// deadline, and the one loop in which every wait of the library spins.
+#pragma once
+
+#include <cstdint>
+
+#include "belfry/platform.hpp"
+#include "belfry/status.hpp"
+
+namespace belfry {
+
+// Why an operation failed, as numbered in ErrorRecord::reason.
+enum class Failure : std::uint32_t {
+  none = 0,
+  completion = 1,        // an error completion; `syndrome` says which
+  out_of_window = 2,     // an access past a window's end, or an unknown window
+  bad_argument = 3,      // a peer, signal, counter or size out of range
+  unsupported = 4,       // the chosen path cannot do this operation
+  version_mismatch = 5,  // a kernel built against another device_comm
+  peer_lost = 6,         // a rank died or left
+  trigger_order = 7,     // a prepared request was fired out of order
+};
+
+BELFRY_HOST_DEVICE constexpr const char* to_string(Failure failure) {
+  switch (failure) {
+    case Failure::none: return "none";
+    case Failure::completion: return "error completion";
+    case Failure::out_of_window: return "access outside a window";
+    case Failure::bad_argument: return "argument out of range";
+    case Failure::unsupported: return "operation not possible on this path";
+    case Failure::version_mismatch: return "kernel built against another device_comm version";
+    case Failure::peer_lost: return "peer lost";
+    case Failure::trigger_order: return "prepared request fired out of order";
+  }
+  return "unknown";
+}
+
+// The first failure of a communicator. Written once, by whoever sees the failure first; sticky
+// until the communicator is rebuilt. Lies where device and host both read it.
+struct alignas(64) ErrorRecord {
+  std::uint32_t state;  // 0 none, 1 being written, 2 complete
+  Failure reason;
+  std::uint32_t operation;  // belfry::Operation
+  std::int32_t peer;        // rank, -1 when none
+  std::uint32_t context;
+  std::uint32_t queue;     // QPN, or 0
+  std::uint64_t index;     // WQE or command index
+  std::uint32_t syndrome;  // mlx5::Syndrome when reason is completion
+  std::uint32_t vendor_syndrome;
+  std::uint64_t detail;  // reason-specific: the value that was out of range
+};
+static_assert(sizeof(ErrorRecord) == 64);
+
+// True when the record was empty and is now this failure.
+BELFRY_HOST_DEVICE inline bool raise(ErrorRecord* record, const ErrorRecord& failure) {
+  std::uint32_t expected = 0;
+  if (!compare_exchange<Order::acq_rel, Scope::system>(&record->state, expected, 1u)) return false;
+  record->reason = failure.reason;
+  record->operation = failure.operation;
+  record->peer = failure.peer;
+  record->context = failure.context;
+  record->queue = failure.queue;
+  record->index = failure.index;
+  record->syndrome = failure.syndrome;
+  record->vendor_syndrome = failure.vendor_syndrome;
+  record->detail = failure.detail;
+  // Release: whoever sees 2 sees the fields.
+  store<Order::release, Scope::system>(&record->state, 2u);
+  return true;
+}
+
+// What every wait watches besides its own condition. Part of device_comm.
+struct WaitScope {
+  const std::uint32_t* abort = nullptr;          // non-zero: the communicator was aborted
+  ErrorRecord* error = nullptr;                  // state non-zero: something failed
+  const std::uint32_t* missing_peers = nullptr;  // ranks that have not entered a kernel yet
+  std::uint64_t timeout_ns = 0;                  // per wait, once every peer is there
+  std::uint64_t startup_timeout_ns = 0;          // per wait, while a peer is still missing
+};
+
+BELFRY_HOST_DEVICE inline Status interrupted(const WaitScope& scope) {
+  if (scope.error != nullptr && load<Order::relaxed, Scope::system>(&scope.error->state) != 0) {
+    return Status::failed;
+  }
+  if (scope.abort != nullptr && load<Order::relaxed, Scope::system>(scope.abort) != 0) {
+    return Status::aborted;
+  }
+  return Status::ok;
+}
+
+// A wait's deadline. It starts when the wait starts, or, when a peer had not entered a kernel
+// by then, when the last one has: a rank that still compiles or loads is slow, not dead.
+class Deadline {
+ public:
+  BELFRY_HOST_DEVICE explicit Deadline(const WaitScope& scope)
+      : start_(now_ns()), all_present_(present(scope)) {}
+
+  BELFRY_HOST_DEVICE bool passed(const WaitScope& scope) {
+    const std::uint64_t now = now_ns();
+    const std::uint64_t waited = now - start_;
+    if (all_present_) return waited >= scope.timeout_ns;
+    if (present(scope)) {
+      all_present_ = true;
+      start_ = now;
+      return false;
+    }
+    return waited >= scope.startup_timeout_ns;
+  }
+
+ private:
+  BELFRY_HOST_DEVICE static bool present(const WaitScope& scope) {
+    return scope.missing_peers == nullptr ||
+           load<Order::relaxed, Scope::system>(scope.missing_peers) == 0;
+  }
+
+  std::uint64_t start_;
+  bool all_present_;
+};
+
+// Spins until `ready()` is true. The condition is tried before abort, error and deadline are, so
+// that what has arrived is never reported as lost. The clock is read on every 64th turn: on a
+// GPU %globaltimer is slow, on the host a turn is a pass over the other tasks.
+template <class Ready>
+BELFRY_HOST_DEVICE Status wait_until(const WaitScope& scope, const char* what, std::uint64_t id,
+                                     int peer, std::uint64_t wanted, const std::uint64_t* word,
+                                     Ready&& ready) {
+  if (ready()) return Status::ok;
+#if !BELFRY_ON_GPU
+  const simt::WaitNote note{what, id, peer, wanted, word};
+  const simt::Waiting waiting(note);
+#else
+  (void)what, (void)id, (void)peer, (void)wanted, (void)word;
+#endif
+  Deadline deadline(scope);
+  for (std::uint32_t turn = 1;; ++turn) {
+    relax();
+    if (ready()) return Status::ok;
+    const Status status = interrupted(scope);
+    // Once more: the failure may be about what came after this wait's condition held.
+    if (status != Status::ok) return ready() ? Status::ok : status;
+    if (turn % 64 == 0 && deadline.passed(scope)) return Status::timed_out;
+  }
+}
+
+// a >= b for counters that wrap: true when `a` is at most half the range ahead of `b`.
+BELFRY_HOST_DEVICE constexpr bool reached(std::uint64_t a, std::uint64_t b) {
+  return static_cast<std::int64_t>(a - b) >= 0;
+}
+
+}  // namespace belfry
