@@ -1,39 +1,62 @@
-# Compile options that every target of belfry shares.
+# Compile options that every target of belfry shares, and how a test program is declared.
 
+# ccache where it is installed. The environment lets it serve objects that were built through a
+# precompiled header, and serve one checkout what another one compiled.
 find_program(CCACHE ccache)
-if(CCACHE)
-  set(CMAKE_CXX_COMPILER_LAUNCHER ${CCACHE} CACHE STRING "")
-  set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE} CACHE STRING "")
+if(CCACHE AND PROJECT_IS_TOP_LEVEL)
+  set(CMAKE_CXX_COMPILER_LAUNCHER
+    ${CMAKE_COMMAND} -E env
+    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
+    CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${CCACHE})
+endif()
+
+# Sanitizers concern every object of the build, so they are set for the whole tree and not
+# handed on to consumers of the installed library.
+if(BELFRY_SANITIZE STREQUAL "address")
+  add_compile_options(-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=address,undefined)
+elseif(BELFRY_SANITIZE STREQUAL "thread")
+  add_compile_options(-fsanitize=thread -fno-omit-frame-pointer)
+  add_link_options(-fsanitize=thread)
+elseif(NOT BELFRY_SANITIZE STREQUAL "")
+  message(FATAL_ERROR "BELFRY_SANITIZE is '${BELFRY_SANITIZE}'; give 'address', 'thread' or nothing")
+endif()
+
+if(BELFRY_FUZZ)
+  if(NOT CMAKE_CXX_COMPILER_ID MATCHES Clang)
+    message(FATAL_ERROR "BELFRY_FUZZ is ON and the compiler is ${CMAKE_CXX_COMPILER_ID}; libFuzzer "
+                        "comes with clang: use --preset fuzz, or CMAKE_CXX_COMPILER=clang++-14")
+  endif()
+  # The library's own branches guide the fuzzer; each program links the driver itself.
+  add_compile_options(-fsanitize=fuzzer-no-link)
 endif()
 
 function(belfry_compile_options target)
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion -Wno-interference-size>)
-  if(CMAKE_CXX_COMPILER_ID MATCHES Clang)
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-unknown-warning-option>)
+    $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion>)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    # -fpch-preprocess: ccache may serve objects built through a precompiled header only with it.
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:-Wno-interference-size -fpch-preprocess>)
+  else()
+    # The same for clang: its precompiled headers must not hold the time of their making.
+    target_compile_options(${target} PRIVATE
+      $<$<COMPILE_LANGUAGE:CXX>:SHELL:-Xclang -fno-pch-timestamp>)
   endif()
   if(BELFRY_WERROR)
     target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
   endif()
-  # ccache may serve objects built through a precompiled header only with this.
-  if(CMAKE_CXX_COMPILER_ID MATCHES GNU)
-    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-fpch-preprocess>)
-  endif()
-  if(BELFRY_SANITIZE STREQUAL "address")
-    target_compile_options(${target} PUBLIC -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
-    target_link_options(${target} PUBLIC -fsanitize=address,undefined)
-  elseif(BELFRY_SANITIZE STREQUAL "thread")
-    target_compile_options(${target} PUBLIC -fsanitize=thread -fno-omit-frame-pointer)
-    target_link_options(${target} PUBLIC -fsanitize=thread)
-  elseif(NOT BELFRY_SANITIZE STREQUAL "")
-    message(FATAL_ERROR "BELFRY_SANITIZE is '${BELFRY_SANITIZE}'; give 'address', 'thread' or nothing")
-  endif()
 endfunction()
 
-# belfry_test(name [SLOW] sources...): a GoogleTest program that may include the private headers
-# of src/. One CTest entry a program; SLOW ones are labelled so that a quick run can skip them.
+# belfry_test(name [SLOW] [SERIAL] [SEEDED] [NO_ASAN] [NO_TSAN] [TIMEOUT seconds] sources...)
+# A GoogleTest program that may include the private headers of src/. One CTest entry a program.
+#   SLOW     labelled `slow`, so that a quick run can leave it out (ctest -LE slow)
+#   SERIAL   runs alone: it measures time, or needs every core
+#   SEEDED   labelled `seeded`: `./dev soak` runs it again and again with BELFRY_FIRST_SEED and
+#            BELFRY_SEEDS (how many) in its environment
+#   NO_ASAN, NO_TSAN   labelled so, and left out of that sanitizer's run
 function(belfry_test name)
-  cmake_parse_arguments(arg "SLOW" "TIMEOUT" "" ${ARGN})
+  cmake_parse_arguments(arg "SLOW;SERIAL;SEEDED;NO_ASAN;NO_TSAN" "TIMEOUT" "" ${ARGN})
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
   target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
   target_link_libraries(${name} PRIVATE belfry GTest::gtest GTest::gtest_main fmt::fmt nlohmann_json::nlohmann_json)
@@ -45,8 +68,22 @@ function(belfry_test name)
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 300)
   endif()
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT})
-  if(arg_SLOW)
-    set_tests_properties(${name} PROPERTIES LABELS slow)
+  set(labels "")
+  foreach(flag SLOW SEEDED NO_ASAN NO_TSAN)
+    if(arg_${flag})
+      string(TOLOWER ${flag} label)
+      string(REPLACE "_" "-" label ${label})
+      list(APPEND labels ${label})
+    endif()
+  endforeach()
+  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS "${labels}")
+  if(arg_SERIAL)
+    set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
+  endif()
+  if(BELFRY_SANITIZE STREQUAL "thread")
+    set_tests_properties(${name} PROPERTIES ENVIRONMENT
+      "BELFRY_SIMT_MODE=threads;TSAN_OPTIONS=halt_on_error=1:second_deadlock_stack=1")
+  elseif(BELFRY_SANITIZE STREQUAL "address")
+    set_tests_properties(${name} PROPERTIES ENVIRONMENT "UBSAN_OPTIONS=print_stacktrace=1")
   endif()
 endfunction()
