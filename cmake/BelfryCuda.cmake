@@ -22,6 +22,10 @@ endif()
 # of `target`. The build fails when ptxas ignored setmaxnreg, or when a kernel whose name begins
 # with `hot_` spills or uses local memory; see check_ptxas.py.
 function(belfry_cuda_objects target)
+  set(host_compiler "")
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    set(host_compiler -ccbin=${CMAKE_CXX_COMPILER})
+  endif()
   set(objects "")
   foreach(source ${ARGN})
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
@@ -30,9 +34,9 @@ function(belfry_cuda_objects target)
       set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.sm_${arch}.o)
       add_custom_command(OUTPUT ${object}
         COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py --
-                ${BELFRY_NVCC} -c ${source} -o ${object}
+                ${CMAKE_CXX_COMPILER_LAUNCHER} ${BELFRY_NVCC} -c ${source} -o ${object}
                 -std=c++20 -O3 -lineinfo -gencode=arch=compute_${arch},code=sm_${arch}
-                $<$<CXX_COMPILER_ID:GNU>:-ccbin=${CMAKE_CXX_COMPILER}>
+                ${host_compiler}
                 -I${PROJECT_SOURCE_DIR}/include -I${PROJECT_SOURCE_DIR}/src
                 -Werror=cross-execution-space-call,deprecated-declarations,reorder
                 -Xcompiler=-Wall,-Wextra,-Werror
