@@ -40,7 +40,7 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(Failure failure) {
 struct alignas(64) ErrorRecord {
   std::uint32_t state;  // 0 none, 1 being written, 2 complete
   Failure reason;
-  std::uint32_t operation;  // belfry::Operation
+  std::uint32_t operation;  // queue::Operation
   std::int32_t peer;        // rank, -1 when none
   std::uint32_t context;
   std::uint32_t queue;     // QPN, or 0
@@ -51,8 +51,10 @@ struct alignas(64) ErrorRecord {
 };
 static_assert(sizeof(ErrorRecord) == 64);
 
-// True when the record was empty and is now this failure.
+// True when the record was empty and is now this failure. Without a record nothing is written:
+// the caller's status is then all that tells.
 BELFRY_HOST_DEVICE inline bool raise(ErrorRecord* record, const ErrorRecord& failure) {
+  if (record == nullptr) return false;
   std::uint32_t expected = 0;
   if (!compare_exchange<Order::acq_rel, Scope::system>(&record->state, expected, 1u)) return false;
   record->reason = failure.reason;
@@ -80,6 +82,9 @@ struct WaitScope {
 
 BELFRY_HOST_DEVICE inline Status interrupted(const WaitScope& scope) {
   if (scope.error != nullptr && load<Order::relaxed, Scope::system>(&scope.error->state) != 0) {
+    // Acquire, and only now that it matters: what completed before the failure was published
+    // before the record, and the last look that wait_until takes must find it.
+    (void)load<Order::acquire, Scope::system>(&scope.error->state);
     return Status::failed;
   }
   if (scope.abort != nullptr && load<Order::relaxed, Scope::system>(scope.abort) != 0) {

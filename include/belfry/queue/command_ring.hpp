@@ -6,38 +6,10 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "belfry/queue/operation.hpp"
 #include "belfry/wait.hpp"
 
 namespace belfry::queue {
-
-enum class Operation : std::uint8_t {
-  none = 0,  // a command that does nothing but complete
-  put = 1,
-  put_value = 2,
-  put_2d = 3,
-  get = 4,
-  signal = 5,
-  fetch_add = 6,
-  compare_swap = 7,
-  swap = 8,
-  put_packet = 9,
-};
-
-BELFRY_HOST_DEVICE constexpr const char* to_string(Operation operation) {
-  switch (operation) {
-    case Operation::none: return "none";
-    case Operation::put: return "put";
-    case Operation::put_value: return "put_value";
-    case Operation::put_2d: return "put_2d";
-    case Operation::get: return "get";
-    case Operation::signal: return "signal";
-    case Operation::fetch_add: return "fetch_add";
-    case Operation::compare_swap: return "compare_swap";
-    case Operation::swap: return "swap";
-    case Operation::put_packet: return "put_packet";
-  }
-  return "unknown";
-}
 
 enum class SignalOp : std::uint8_t { none = 0, add = 1, set = 2 };
 
@@ -64,6 +36,8 @@ struct Command {
 
 // How many bits each field has in a slot. Creation refuses a job that does not fit.
 namespace command_bits {
+inline constexpr unsigned operation = 4;
+inline constexpr unsigned signal_op = 2;
 inline constexpr unsigned window = 12;
 inline constexpr unsigned offset = 48;
 inline constexpr unsigned bytes = 48;
@@ -93,7 +67,10 @@ BELFRY_HOST_DEVICE constexpr bool encodable(const Command& c) {
          fits(c.src_pitch, command_bits::pitch) && fits(c.signal_id, command_bits::signal_id) &&
          fits(c.counter_id, command_bits::counter_id) &&
          fits(c.result_slot, command_bits::result_slot) &&
-         !(c.operation == Operation::put_2d && c.value != 0);
+         fits(static_cast<std::uint64_t>(c.operation), command_bits::operation) &&
+         fits(static_cast<std::uint64_t>(c.signal_op), command_bits::signal_op) &&
+         // One word holds put_2d's pitch or everybody else's value.
+         (c.operation == Operation::put_2d ? c.value == 0 : c.dst_pitch == 0);
 }
 
 // word  low (64 bits)                              high (63 bits, bit 63 is the parity)

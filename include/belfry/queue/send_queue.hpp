@@ -9,6 +9,7 @@
 #include "belfry/mlx5/cqe.hpp"
 #include "belfry/mlx5/doorbell.hpp"
 #include "belfry/mlx5/wqe.hpp"
+#include "belfry/queue/operation.hpp"
 #include "belfry/wait.hpp"
 
 namespace belfry::queue {
@@ -27,7 +28,8 @@ struct SendQueue {
   std::uint64_t* doorbell;
   mlx5::Cqe* cqes;
   mlx5::CqDoorbellRecord* cq_record;
-  std::uint32_t* slot_counters;  // [depth]: 1 + the counter that the WQE starting here bumps
+  std::uint32_t* slot_counters;  // [depth]: 1 + the counter that the WQE starting here bumps,
+                                 // and the marks of posters who gave up (detail::left_*)
   std::uint64_t* counters;       // the context's counters
   std::uint64_t* results;        // [result_slots] 8-byte targets of fetching atomics
   std::uint32_t* result_busy;    // [result_slots]
@@ -54,8 +56,8 @@ struct SendQueue {
   std::uint32_t failed;         // an error completion was seen
 };
 
-// Sets the indices to `first` and the CQ buffer to its initial state. Before the queue is
-// connected, by one thread.
+// Sets the indices and the doorbell record to `first` and the CQ buffer to its initial state.
+// Before the queue is connected, by one thread.
 BELFRY_HOST_DEVICE inline void initialise(SendQueue& queue, std::uint64_t first) {
   queue.reserved = queue.ready = queue.rung = queue.completed = first;
   queue.ring_lock = queue.poll_lock = 0;
@@ -65,6 +67,9 @@ BELFRY_HOST_DEVICE inline void initialise(SendQueue& queue, std::uint64_t first)
     queue.cqes[i].op_own = mlx5::cqe_initial_op_own;
   }
   for (std::uint32_t i = 0; i < queue.depth; ++i) queue.slot_counters[i] = 0;
+  // A record that still says 0 would announce everything between `first` and the wrap.
+  queue.record->send = mlx5::be32(static_cast<std::uint32_t>(first) & 0xffff);
+  if (queue.collapsed == 0) queue.cq_record->consumer_index = mlx5::be32(0);
 }
 
 // ---- complete ------------------------------------------------------------------------------
@@ -76,11 +81,12 @@ BELFRY_HOST_DEVICE constexpr std::uint64_t widen(std::uint16_t index, std::uint6
   return completed + static_cast<std::uint16_t>(index - static_cast<std::uint16_t>(completed));
 }
 
+// Acquire when the CQE is taken in: a completed READ's or atomic's data is visible after it.
+template <Order O>
 BELFRY_HOST_DEVICE inline mlx5::CqeTail load_tail(const mlx5::Cqe& cqe) {
-  // Acquire: a completed READ's or atomic's data is visible after its CQE is.
   const auto* word = reinterpret_cast<const std::uint32_t*>(
       reinterpret_cast<const std::byte*>(&cqe) + mlx5::cqe_tail_offset);
-  return {load<Order::acquire, Scope::system>(word)};
+  return {load<O, Scope::system>(word)};
 }
 
 BELFRY_HOST_DEVICE inline std::uint32_t blocks_at(const SendQueue& queue, std::uint64_t index) {
@@ -89,32 +95,63 @@ BELFRY_HOST_DEVICE inline std::uint32_t blocks_at(const SendQueue& queue, std::u
   return mlx5::blocks_of(control->qpn_ds.value() & 0x3f);
 }
 
-BELFRY_HOST_DEVICE inline void report_error(SendQueue& queue, const mlx5::Cqe& cqe,
-                                            std::uint64_t index) {
-  const auto* bytes = reinterpret_cast<const std::uint8_t*>(&cqe);
+// What an error CQE says. Copied, because the NIC may write over the CQE: into the one entry of
+// a collapsed CQ at any time, hence the atomic loads. There a flush that follows at once can hide
+// the syndrome of the error that caused it, never the other way round: the tail is written last.
+struct BadCqe {
+  bool seen;
+  mlx5::Opcode opcode;
+  std::uint8_t syndrome;
+  std::uint8_t vendor_syndrome;
+  std::uint64_t index;
+};
+
+BELFRY_HOST_DEVICE inline BadCqe read_error(const mlx5::Cqe& cqe, std::uint64_t index) {
+  const mlx5::Be64 syndromes{load<Order::relaxed, Scope::system>(&cqe.timestamp.raw)};
+  const mlx5::Be32 opcode{load<Order::relaxed, Scope::system>(&cqe.opcode_qpn.raw)};
+  return {true, static_cast<mlx5::Opcode>(opcode.value() >> 24),
+          static_cast<std::uint8_t>(syndromes.value()),
+          static_cast<std::uint8_t>(syndromes.value() >> 8), index};
+}
+
+BELFRY_HOST_DEVICE inline void report_error(SendQueue& queue, const BadCqe& bad) {
   ErrorRecord failure{};
   failure.reason = Failure::completion;
-  failure.operation = cqe.opcode_qpn.value() >> 24;
+  failure.operation = static_cast<std::uint32_t>(operation_of(bad.opcode));
   failure.peer = queue.peer;
   failure.context = queue.context;
   failure.queue = queue.qpn;
-  failure.index = index;
-  failure.syndrome = bytes[mlx5::cqe_syndrome_offset];
-  failure.vendor_syndrome = bytes[mlx5::cqe_vendor_syndrome_offset];
+  failure.index = bad.index;
+  failure.syndrome = bad.syndrome;
+  failure.vendor_syndrome = bad.vendor_syndrome;
+  failure.detail = static_cast<std::uint64_t>(bad.opcode);
   raise(queue.error, failure);
   store<Order::release, Scope::system>(&queue.failed, 1u);
+}
+
+// Marks in slot_counters beside the counter's number: the first and the last block of a
+// reservation that is built, but whose poster did not wait for its turn to publish it.
+inline constexpr std::uint32_t left_first = 1u << 31;
+inline constexpr std::uint32_t left_last = 1u << 30;
+inline constexpr std::uint32_t counter_mask = left_last - 1;
+
+BELFRY_HOST_DEVICE inline std::uint32_t* slot_of(SendQueue& queue, std::uint64_t index) {
+  return &queue.slot_counters[index & (queue.depth - 1)];
 }
 
 // With the poll lock held: frees [completed, end), bumping the counters of its WQEs.
 BELFRY_HOST_DEVICE inline void advance(SendQueue& queue, std::uint64_t end) {
   if (load<Order::relaxed, Scope::device>(&queue.uses_counters) != 0) {
     for (std::uint64_t i = queue.completed; i != end; ++i) {
-      std::uint32_t& slot = queue.slot_counters[i & (queue.depth - 1)];
-      const std::uint32_t counter = slot;
-      if (counter == 0) continue;
-      slot = 0;
-      // Release: who sees the counter may reuse the source.
-      fetch_add<Order::release, Scope::system>(&queue.counters[counter - 1], 1u);
+      std::uint32_t* slot = slot_of(queue, i);
+      const std::uint32_t found = load<Order::relaxed, Scope::device>(slot);
+      if (found == 0) continue;
+      store<Order::relaxed, Scope::device>(slot, 0u);
+      const std::uint32_t counter = found & counter_mask;
+      // Release: who sees the counter may reuse the source, or read what a get brought.
+      if (counter != 0) {
+        fetch_add<Order::release, Scope::system>(&queue.counters[counter - 1], 1u);
+      }
     }
   }
   // Release: a poster that sees the slots free must not overtake the reads above.
@@ -123,55 +160,81 @@ BELFRY_HOST_DEVICE inline void advance(SendQueue& queue, std::uint64_t end) {
 
 }  // namespace detail
 
-// Takes in whatever completions have arrived; never waits. Any thread may call it.
+// Takes in whatever completions have arrived; never waits. Any thread may call it. The first
+// error completion fails the queue for good; what was posted before the failed WQE still counts
+// as completed, nothing after it does.
 BELFRY_HOST_DEVICE inline void poll(SendQueue& queue) {
-  // A look without the lock, so that many waiters share one cache line in peace.
-  const std::uint64_t done = load<Order::acquire, Scope::device>(&queue.completed);
-  const std::uint64_t limit = load<Order::acquire, Scope::device>(&queue.ready);
+  // A look without the lock, so that many waiters share one cache line in peace. Relaxed: it
+  // only decides whether the lock is worth taking, and a wrong answer is mended by the next call.
+  const std::uint64_t done = load<Order::relaxed, Scope::device>(&queue.completed);
+  const std::uint64_t limit = load<Order::relaxed, Scope::device>(&queue.ready);
   if (done == limit) return;
   if (queue.collapsed != 0) {
-    const mlx5::CqeTail tail = detail::load_tail(queue.cqes[0]);
+    const mlx5::CqeTail tail = detail::load_tail<Order::relaxed>(queue.cqes[0]);
     if (tail.opcode() == mlx5::CqeOpcode::invalid) return;
     if (detail::widen(tail.wqe_counter(), done) - done >= limit - done) return;
   }
+  if (load<Order::relaxed, Scope::device>(&queue.poll_lock) != 0) return;
   std::uint32_t unlocked = 0;
   if (!compare_exchange<Order::acquire, Scope::device>(&queue.poll_lock, unlocked, 1u)) return;
-  std::uint64_t completed = queue.completed;
-  const std::uint64_t posted = load<Order::acquire, Scope::device>(&queue.ready);
+
+  // Plain reads of completed, cq_consumer and failed: only the lock's holder writes them.
+  const std::uint64_t completed = queue.completed;
+  std::uint64_t end = completed;
+  detail::BadCqe bad{};
   if (queue.collapsed != 0) {
-    const mlx5::CqeTail tail = detail::load_tail(queue.cqes[0]);
+    const mlx5::CqeTail tail = detail::load_tail<Order::acquire>(queue.cqes[0]);
+    // After the CQE, so that its WQE is among those posted. Acquire: the WQE and its slot_counters
+    // entry are read below.
+    const std::uint64_t posted = load<Order::acquire, Scope::device>(&queue.ready);
     const std::uint64_t index = detail::widen(tail.wqe_counter(), completed);
-    if (tail.opcode() != mlx5::CqeOpcode::invalid && index - completed < posted - completed) {
+    if (queue.failed == 0 && tail.opcode() != mlx5::CqeOpcode::invalid &&
+        index - completed < posted - completed) {
       if (tail.opcode() == mlx5::CqeOpcode::requester_error) {
-        detail::report_error(queue, queue.cqes[0], index);
+        bad = detail::read_error(queue.cqes[0], index);
+        // A flushed WQE's error may have been written over: what came before may have failed.
+        if (bad.syndrome != static_cast<std::uint8_t>(mlx5::Syndrome::flushed)) end = index;
       } else {
-        detail::advance(queue, index + detail::blocks_at(queue, index));
+        end = index + detail::blocks_at(queue, index);
       }
     }
   } else {
-    std::uint64_t end = completed;
     std::uint64_t consumer = queue.cq_consumer;
+    std::uint64_t last = completed;
+    bool any = false;
     for (;;) {
       const mlx5::Cqe& cqe = queue.cqes[consumer & (queue.cq_depth - 1)];
-      const mlx5::CqeTail tail = detail::load_tail(cqe);
+      const mlx5::CqeTail tail = detail::load_tail<Order::acquire>(cqe);
       if (!tail.valid(consumer, queue.cq_depth)) break;
+      ++consumer;
+      if (queue.failed != 0 || bad.seen) continue;
       const std::uint64_t index = detail::widen(tail.wqe_counter(), completed);
       if (tail.opcode() == mlx5::CqeOpcode::requester_error) {
-        detail::report_error(queue, cqe, index);
-      } else if (queue.failed == 0) {
-        end = index + detail::blocks_at(queue, index);
+        bad = detail::read_error(cqe, index);
+      } else {
+        last = index;
+        any = true;
       }
-      ++consumer;
     }
     if (consumer != queue.cq_consumer) {
+      // Acquire: the WQE and the slot_counters entries are read below.
+      (void)load<Order::acquire, Scope::device>(&queue.ready);
+      if (bad.seen) {
+        end = bad.index;
+      } else if (any) {
+        end = last + detail::blocks_at(queue, last);
+      }
       queue.cq_consumer = consumer;
-      // The record first: the NIC must see room in the CQ before anybody can post more.
+      // The record before `completed`: the NIC must see room in the CQ before anybody can post
+      // more. Release: the CQEs were read before the NIC may write over them.
       store<Order::release, Scope::system>(
           &queue.cq_record->consumer_index.raw,
           mlx5::be32(static_cast<std::uint32_t>(consumer) & 0xffffff).raw);
-      if (end != completed) detail::advance(queue, end);
     }
   }
+  if (end != completed) detail::advance(queue, end);
+  // After `completed`: a wait that sees the failure then looks once more at its own blocks.
+  if (bad.seen) detail::report_error(queue, bad);
   store<Order::release, Scope::device>(&queue.poll_lock, 0u);
 }
 
@@ -188,18 +251,57 @@ BELFRY_HOST_DEVICE inline Status wait_complete(SendQueue& queue, std::uint64_t e
                     [&] { return is_complete(queue, end); });
 }
 
+// ---- ring ----------------------------------------------------------------------------------
+
+// Announces to the NIC everything that is ready, unless another thread is doing so now. Record
+// and register must not go backwards, so one thread at a time holds the lock. Returns true when
+// everything below `end` has been announced.
+BELFRY_HOST_DEVICE inline bool try_ring(SendQueue& queue, std::uint64_t end) {
+  // Relaxed: `rung` says that the NIC was told, and orders nothing.
+  if (reached(load<Order::relaxed, Scope::device>(&queue.rung), end)) return true;
+  std::uint32_t unlocked = 0;
+  if (!compare_exchange<Order::acquire, Scope::device>(&queue.ring_lock, unlocked, 1u)) {
+    return false;
+  }
+  const std::uint64_t upto = load<Order::acquire, Scope::device>(&queue.ready);
+  if (upto != queue.rung) {
+    // Release at system scope: the NIC that reads the record sees the WQEs, and, by the same
+    // token, the data that the posters released before.
+    store<Order::release, Scope::system>(&queue.record->send.raw,
+                                         mlx5::be32(static_cast<std::uint32_t>(upto) & 0xffff).raw);
+    store_doorbell(queue.doorbell,
+                   mlx5::doorbell_value(static_cast<std::uint32_t>(upto), queue.qpn));
+    store<Order::relaxed, Scope::device>(&queue.rung, upto);
+  }
+  store<Order::release, Scope::device>(&queue.ring_lock, 0u);
+  return reached(upto, end);
+}
+
+// Announces at least up to `end`. Under contention one thread rings for several. After
+// `timed_out` the next ring() of any thread announces these blocks too.
+BELFRY_HOST_DEVICE inline Status ring(SendQueue& queue, std::uint64_t end, const WaitScope& scope) {
+  return wait_until(scope, "doorbell", queue.qpn, queue.peer, end, &queue.rung,
+                    [&] { return try_ring(queue, end); });
+}
+
 // ---- reserve -------------------------------------------------------------------------------
 
-// Takes `blocks` consecutive blocks if they are free now. One thread calls for a whole group.
-// Compare-exchange rather than add: a caller that gives up has taken nothing, so no hole is
-// left for others to wait on.
+// Takes `blocks` consecutive blocks, at most the queue's depth, if they are free now. One thread
+// calls for a whole group. Compare-exchange rather than add: a caller that gives up has taken
+// nothing, so no hole is left for others to wait on.
 BELFRY_HOST_DEVICE inline bool try_reserve(SendQueue& queue, std::uint32_t blocks,
                                            std::uint64_t& first) {
   std::uint64_t next = load<Order::relaxed, Scope::device>(&queue.reserved);
   for (;;) {
     // Acquire: the slots' previous use is over before they are written again.
     const std::uint64_t completed = load<Order::acquire, Scope::device>(&queue.completed);
-    if (next + blocks - completed > queue.depth) return false;
+    if (next + blocks - completed > queue.depth) {
+      // No room, or `next` is so old that others filled and emptied the queue since.
+      const std::uint64_t seen = next;
+      next = load<Order::relaxed, Scope::device>(&queue.reserved);
+      if (next == seen) return false;
+      continue;
+    }
     if (compare_exchange<Order::relaxed, Scope::device>(&queue.reserved, next, next + blocks)) {
       first = next;
       return true;
@@ -221,8 +323,12 @@ BELFRY_HOST_DEVICE inline Status reserve(SendQueue& queue, std::uint32_t blocks,
     raise(scope.error, failure);
     return Status::failed;
   }
-  return wait_until(scope, "queue space", queue.qpn, queue.peer, blocks, &queue.completed, [&] {
+  const std::uint64_t wanted =
+      load<Order::relaxed, Scope::device>(&queue.reserved) + blocks - queue.depth;
+  return wait_until(scope, "queue space", queue.qpn, queue.peer, wanted, &queue.completed, [&] {
     if (try_reserve(queue, blocks, first)) return true;
+    // What a batch has built and not announced would hold its slots for ever.
+    try_ring(queue, load<Order::acquire, Scope::device>(&queue.ready));
     poll(queue);
     return try_reserve(queue, blocks, first);
   });
@@ -284,14 +390,15 @@ BELFRY_HOST_DEVICE inline void build_data(const SendQueue& queue, std::uint64_t 
       mlx5::DataSegment{mlx5::be32(bytes), mlx5::be32(local.lkey), mlx5::be64(local.address)});
 }
 
-// RDMA WRITE or READ of up to 2 GiB - 1; one block.
+// RDMA WRITE or READ of up to 2 GiB - 1; one block. Nothing to move means no data segment: the
+// hardware reads a byte count of 0 as 2 GiB.
 BELFRY_HOST_DEVICE inline void build_transfer(const SendQueue& queue, std::uint64_t index,
                                               mlx5::Opcode opcode, RemoteBuffer remote,
                                               LocalBuffer local, std::uint32_t bytes,
                                               Signalled signalled) {
-  build_control(queue, index, opcode, 0, 3, signalled);
+  build_control(queue, index, opcode, 0, bytes == 0 ? 2 : 3, signalled);
   build_remote(queue, index, remote);
-  build_data(queue, index, 2, local, bytes);
+  if (bytes != 0) build_data(queue, index, 2, local, bytes);
 }
 
 BELFRY_HOST_DEVICE constexpr std::uint32_t inline_segments(std::uint32_t bytes) {
@@ -362,62 +469,76 @@ BELFRY_HOST_DEVICE inline void build_nop(const SendQueue& queue, std::uint64_t i
 // make_ready().
 BELFRY_HOST_DEVICE inline void attach_counter(SendQueue& queue, std::uint64_t index,
                                               std::uint32_t counter) {
-  queue.slot_counters[index & (queue.depth - 1)] = counter + 1;
+  // Relaxed, both: make_ready() publishes them. Atomic, because a poster whose turn has not come
+  // may look here for the marks of one who gave up.
+  store<Order::relaxed, Scope::device>(detail::slot_of(queue, index), counter + 1);
   store<Order::relaxed, Scope::device>(&queue.uses_counters, 1u);
 }
 
 // ---- ready ---------------------------------------------------------------------------------
 
+namespace detail {
+
+// Publishes the reservation at `now`, the next in turn, if its poster gave up waiting.
+BELFRY_HOST_DEVICE inline void publish_left(SendQueue& queue, std::uint64_t now) {
+  // Acquire: the WQEs of the one who left are passed on by the release below.
+  if ((load<Order::acquire, Scope::device>(slot_of(queue, now)) & left_first) == 0) return;
+  for (std::uint32_t i = 0; i < queue.depth; ++i) {
+    if ((load<Order::relaxed, Scope::device>(slot_of(queue, now + i)) & left_last) == 0) continue;
+    // Compare-exchange: several may try, and if `now` is old the marks are not its own. The marks
+    // stay until the blocks have completed; they are looked at only while `ready` is here.
+    compare_exchange<Order::acq_rel, Scope::device>(&queue.ready, now, now + i + 1);
+    return;
+  }
+}
+
+BELFRY_HOST_DEVICE inline void leave(SendQueue& queue, std::uint64_t first, std::uint32_t blocks) {
+  if (blocks == 0) return;
+  store<Order::relaxed, Scope::device>(&queue.uses_counters, 1u);  // the marks want clearing
+  std::uint32_t* last = slot_of(queue, first + blocks - 1);
+  store<Order::relaxed, Scope::device>(last, load<Order::relaxed, Scope::device>(last) | left_last);
+  // Release: whoever publishes the reservation has seen its WQEs and its last mark.
+  std::uint32_t* mark = slot_of(queue, first);
+  store<Order::release, Scope::device>(mark,
+                                       load<Order::relaxed, Scope::device>(mark) | left_first);
+  // Its turn may have come meanwhile.
+  publish_left(queue, load<Order::acquire, Scope::device>(&queue.ready));
+}
+
+}  // namespace detail
+
 // Declares [first, first + blocks) built. Reservations become ready in their order, so that the
-// NIC never sees a hole; the wait is for posters who are between reserve and ready.
+// NIC never sees a hole; the wait is for posters who are between reserve and ready. After
+// `timed_out` the blocks are left to whoever publishes next, so that nobody waits for this
+// caller: the WQEs must stay valid and will be posted then; do not call again for them.
 BELFRY_HOST_DEVICE inline Status make_ready(SendQueue& queue, std::uint64_t first,
                                             std::uint32_t blocks, const WaitScope& scope) {
   const Status status =
       wait_until(scope, "turn to publish", queue.qpn, queue.peer, first, &queue.ready, [&] {
         // Acquire: with the release below, whoever rings for us has seen our predecessors' WQEs.
-        return load<Order::acquire, Scope::device>(&queue.ready) == first;
+        const std::uint64_t now = load<Order::acquire, Scope::device>(&queue.ready);
+        if (now == first) return true;
+        detail::publish_left(queue, now);
+        return false;
       });
+  if (status == Status::timed_out) detail::leave(queue, first, blocks);
   if (status != Status::ok) return status;
   store<Order::release, Scope::device>(&queue.ready, first + blocks);
   return Status::ok;
 }
 
-// ---- ring ----------------------------------------------------------------------------------
-
-// Announces to the NIC everything that is ready, at least up to `end`. Under contention one
-// thread rings for several: record and register must not go backwards, so one holds the lock.
-BELFRY_HOST_DEVICE inline Status ring(SendQueue& queue, std::uint64_t end, const WaitScope& scope) {
-  return wait_until(scope, "doorbell", queue.qpn, queue.peer, end, &queue.rung, [&] {
-    if (reached(load<Order::acquire, Scope::device>(&queue.rung), end)) return true;
-    std::uint32_t unlocked = 0;
-    if (!compare_exchange<Order::acquire, Scope::device>(&queue.ring_lock, unlocked, 1u)) {
-      return false;
-    }
-    const std::uint64_t upto = load<Order::acquire, Scope::device>(&queue.ready);
-    if (upto != queue.rung) {
-      // Release at system scope: the NIC that reads the record sees the WQEs, and, by the same
-      // token, the data that the posters released before.
-      store<Order::release, Scope::system>(
-          &queue.record->send.raw, mlx5::be32(static_cast<std::uint32_t>(upto) & 0xffff).raw);
-      store_doorbell(queue.doorbell,
-                     mlx5::doorbell_value(static_cast<std::uint32_t>(upto), queue.qpn));
-      store<Order::release, Scope::device>(&queue.rung, upto);
-    }
-    store<Order::release, Scope::device>(&queue.ring_lock, 0u);
-    return reached(upto, end);
-  });
-}
-
 // ---- results of fetching atomics -----------------------------------------------------------
 
 // A result slot for one fetching atomic; it is the caller's until release_result(), so that a
-// value is not overwritten between its completion and its reading.
-BELFRY_HOST_DEVICE inline Status acquire_result(SendQueue& queue, const WaitScope& scope,
+// value is not overwritten between its completion and its reading. Slot 0 is never handed out: it
+// takes the results that nobody reads. `owner` is a SendQueue or a CommandRing.
+template <class Owner>
+BELFRY_HOST_DEVICE inline Status acquire_result(Owner& owner, const WaitScope& scope,
                                                 std::uint32_t& slot) {
-  return wait_until(scope, "result slot", queue.qpn, queue.peer, 1, nullptr, [&] {
-    for (std::uint32_t i = 0; i < queue.result_slots; ++i) {
+  return wait_until(scope, "result slot", owner.result_slots, owner.peer, 1, nullptr, [&] {
+    for (std::uint32_t i = 1; i < owner.result_slots; ++i) {
       std::uint32_t idle = 0;
-      if (compare_exchange<Order::acquire, Scope::device>(&queue.result_busy[i], idle, 1u)) {
+      if (compare_exchange<Order::acquire, Scope::device>(&owner.result_busy[i], idle, 1u)) {
         slot = i;
         return true;
       }
@@ -426,8 +547,9 @@ BELFRY_HOST_DEVICE inline Status acquire_result(SendQueue& queue, const WaitScop
   });
 }
 
-BELFRY_HOST_DEVICE inline void release_result(SendQueue& queue, std::uint32_t slot) {
-  store<Order::release, Scope::device>(&queue.result_busy[slot], 0u);
+template <class Owner>
+BELFRY_HOST_DEVICE inline void release_result(Owner& owner, std::uint32_t slot) {
+  store<Order::release, Scope::device>(&owner.result_busy[slot], 0u);
 }
 
 BELFRY_HOST_DEVICE inline LocalBuffer result_buffer(const SendQueue& queue, std::uint32_t slot) {
