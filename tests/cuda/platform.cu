@@ -51,10 +51,10 @@ __global__ void hot_word16_echo(belfry::Word16* in, belfry::Word16* out, std::ui
 }
 
 // One RDMA_WRITE with one data segment, the doorbell record, then the register.
-__global__ void hot_post_write(mlx5::WqeBlock* ring, mlx5::DoorbellRecord* record, std::uint64_t* reg,
-                               std::uint32_t qpn, std::uint32_t index, std::uint64_t remote,
-                               std::uint32_t rkey, std::uint64_t local, std::uint32_t lkey,
-                               std::uint32_t bytes) {
+__global__ void hot_post_write(mlx5::WqeBlock* ring, mlx5::DoorbellRecord* record,
+                               std::uint64_t* reg, std::uint32_t qpn, std::uint32_t index,
+                               std::uint64_t remote, std::uint32_t rkey, std::uint64_t local,
+                               std::uint32_t lkey, std::uint32_t bytes) {
   auto* wqe = ring[index & 63].bytes;
   *reinterpret_cast<mlx5::ControlSegment*>(wqe) =
       mlx5::control_segment(mlx5::Opcode::rdma_write, 0, static_cast<std::uint16_t>(index), qpn, 3,
