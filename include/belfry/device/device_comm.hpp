@@ -1,0 +1,142 @@
+// What a kernel is given: a plain struct, passed by value, with everything that the device calls
+// need. Made by Comm::device_comm(); read by Net.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "belfry/queue/command_ring.hpp"
+#include "belfry/queue/send_queue.hpp"
+#include "belfry/wait.hpp"
+
+namespace belfry {
+
+// Who fills the descriptor, rings the doorbell and sees the completion; `lsa`: plain loads and
+// stores, no NIC.
+enum class Path : std::uint32_t {
+  none = 0,
+  host = 1,
+  triggered = 2,
+  proxy = 3,
+  direct = 4,
+  lsa = 5
+};
+
+BELFRY_HOST_DEVICE constexpr const char* to_string(Path path) {
+  switch (path) {
+    case Path::none: return "none";
+    case Path::host: return "host";
+    case Path::triggered: return "triggered";
+    case Path::proxy: return "proxy";
+    case Path::direct: return "direct";
+    case Path::lsa: return "lsa";
+  }
+  return "unknown";
+}
+
+// A set of paths, to compile a Net for those alone.
+struct PathSet {
+  std::uint32_t bits = 0;
+  BELFRY_HOST_DEVICE constexpr bool has(Path path) const {
+    return (bits >> static_cast<std::uint32_t>(path) & 1) != 0;
+  }
+  BELFRY_HOST_DEVICE constexpr PathSet operator|(PathSet other) const {
+    return {bits | other.bits};
+  }
+};
+BELFRY_HOST_DEVICE constexpr PathSet path_set(Path path) {
+  return {1u << static_cast<std::uint32_t>(path)};
+}
+inline constexpr PathSet device_paths{path_set(Path::proxy) | path_set(Path::direct) |
+                                      path_set(Path::lsa)};
+
+// One rank's part of a window, as this rank reaches it.
+struct WindowPeer {
+  std::uint64_t address;  // for the NIC
+  std::byte* lsa;         // for loads and stores; nullptr when not accessible
+  std::uint32_t rkey;
+  std::uint32_t reserved;
+};
+
+// A window: registered memory of the same size on every rank, addressed by offsets.
+struct WindowView {
+  std::byte* local;
+  std::uint64_t bytes;
+  const WindowPeer* peers;  // [ranks]
+  std::uint32_t lkey;
+  std::uint32_t valid;
+};
+
+// How a context reaches a peer.
+struct Route {
+  Path path;
+  std::uint32_t reserved;
+  queue::SendQueue* send;    // path direct and triggered
+  queue::CommandRing* ring;  // path proxy
+};
+
+// A group of ranks. `ranks[i]` is the world rank of member i; `rank` is the caller's index.
+struct TeamView {
+  const std::int32_t* ranks;
+  std::int32_t rank;
+  std::int32_t size;
+};
+enum class TeamKind : std::uint32_t { world = 0, lsa = 1, rail = 2 };
+
+// Offsets in window 0, the communicator's own: user signals, then barriers.
+inline constexpr std::uint32_t control_window = 0;
+inline constexpr std::uint32_t barrier_rounds = 16;  // dissemination: up to 65536 ranks
+inline constexpr std::uint32_t team_kinds = 3;
+
+inline constexpr std::uint32_t device_comm_magic = 0x62667279;
+inline constexpr std::uint32_t device_comm_version = 1;
+
+struct DeviceComm {
+  // These five never move: a kernel built against another version still finds them.
+  std::uint32_t magic;
+  std::uint32_t version;
+  std::uint32_t struct_bytes;
+  std::uint32_t reserved;
+  WaitScope scope;
+
+  std::int32_t rank;
+  std::int32_t ranks;
+  std::uint32_t contexts;
+  std::uint32_t signals;       // user signals: ids 0 .. signals-1, shared by all contexts
+  std::uint32_t counters;      // ids 0 .. counters-1, shared by all contexts
+  std::uint32_t windows;       // capacity of the window table
+  std::uint32_t barriers;      // per team: indices 0 .. barriers-1
+  std::uint32_t signal_words;  // user signals and those of barriers
+  const WindowView* window_table;
+  const Route* routes;           // [contexts][ranks]
+  std::uint64_t* local_signals;  // window 0's start on this rank
+  std::uint64_t* local_counters;
+  std::uint64_t* barrier_epochs;  // [team_kinds][barriers]
+  std::uint32_t* entered;         // set by the first Net of this rank
+  TeamView teams[team_kinds];
+
+  // Byte offset in window 0 of a barrier's signal for one round.
+  BELFRY_HOST_DEVICE std::uint64_t barrier_offset(TeamKind team, std::uint32_t index,
+                                                  std::uint32_t round) const {
+    return 8ull * (signals +
+                   (static_cast<std::uint64_t>(team) * barriers + index) * barrier_rounds + round);
+  }
+  BELFRY_HOST_DEVICE static std::uint64_t control_words(std::uint32_t user_signals,
+                                                        std::uint32_t barriers_per_team) {
+    return user_signals +
+           static_cast<std::uint64_t>(team_kinds) * barriers_per_team * barrier_rounds;
+  }
+};
+
+// A request prepared by the CPU: its WQEs lie built in the queue, and firing it is two stores.
+// Made by Comm::prepare(); fired by Net::fire, Comm::fire, or, under CUDA, a stream.
+struct Trigger {
+  queue::SendQueue* send;
+  std::uint64_t first;  // fired only when everything before has been
+  std::uint64_t end;
+  std::uint64_t doorbell_value;
+  std::uint32_t record_value;  // as it lies in memory
+  std::int32_t peer;
+};
+
+}  // namespace belfry

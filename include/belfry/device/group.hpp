@@ -1,0 +1,144 @@
+// Who makes a call: one thread, a warp, a block, or each lane of a warp for itself. Calls taking
+// a group are collective over it: every member calls with the same arguments.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "belfry/kernel.hpp"
+#include "belfry/platform.hpp"
+
+namespace belfry {
+
+// One thread on its own.
+struct Thread {
+  BELFRY_DEVICE static unsigned rank() { return 0; }
+  BELFRY_DEVICE static unsigned size() { return 1; }
+  BELFRY_DEVICE static bool leader() { return true; }
+  BELFRY_DEVICE static void sync() {}
+  template <class T>
+  BELFRY_DEVICE static T broadcast(const T& value) {
+    return value;
+  }
+};
+
+// The 32 threads of a warp (fewer in a block's last warp), all of them converged at the call.
+struct Warp {
+  BELFRY_DEVICE static unsigned linear_thread() {
+    return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
+  }
+  BELFRY_DEVICE static unsigned rank() { return linear_thread() % 32; }
+  BELFRY_DEVICE static unsigned size() {
+    const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
+    const unsigned first = linear_thread() / 32 * 32;
+    return threads - first < 32 ? threads - first : 32;
+  }
+  BELFRY_DEVICE static unsigned mask() {
+    const unsigned n = size();
+    return n == 32 ? 0xffffffffu : (1u << n) - 1;
+  }
+  BELFRY_DEVICE static bool leader() { return rank() == 0; }
+  BELFRY_DEVICE static void sync() { __syncwarp(mask()); }
+  // Every member gets the leader's value.
+  template <class T>
+  BELFRY_DEVICE static T broadcast(const T& value) {
+    static_assert(sizeof(T) % 4 == 0);
+    std::uint32_t words[sizeof(T) / 4];
+    std::memcpy(words, &value, sizeof(T));
+    const unsigned members = mask();
+    for (std::uint32_t& word : words) word = __shfl_sync(members, word, 0);
+    T result;
+    std::memcpy(static_cast<void*>(&result), words, sizeof(T));
+    return result;
+  }
+};
+
+// All threads of the block.
+struct Block {
+  BELFRY_DEVICE static unsigned rank() { return Warp::linear_thread(); }
+  BELFRY_DEVICE static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
+  BELFRY_DEVICE static bool leader() { return rank() == 0; }
+  BELFRY_DEVICE static void sync() { __syncthreads(); }
+  template <class T>
+  BELFRY_DEVICE static T broadcast(const T& value) {
+    static_assert(sizeof(T) % 4 == 0 && sizeof(T) <= 64);
+    struct Slot {
+      std::uint32_t words[16];
+    };
+    BELFRY_SHARED(Slot, slot);
+    if (leader()) std::memcpy(slot.words, &value, sizeof(T));
+    __syncthreads();
+    T result;
+    std::memcpy(static_cast<void*>(&result), slot.words, sizeof(T));
+    __syncthreads();
+    return result;
+  }
+};
+
+// Each calling lane makes its own call, with its own arguments; lanes of one warp that call
+// together share one reservation and one doorbell per queue. Nothing is promised about which
+// lanes are grouped, only that each lane's call is made.
+struct EachLane {
+  BELFRY_DEVICE static bool leader() { return true; }
+  BELFRY_DEVICE static void sync() {}
+  template <class T>
+  BELFRY_DEVICE static T broadcast(const T& value) {
+    return value;
+  }
+};
+
+// The names that kernels use. Device code needs a device-side object to refer to.
+#if BELFRY_CUDA
+[[maybe_unused]] static __device__ constexpr Thread this_thread{};
+[[maybe_unused]] static __device__ constexpr Warp this_warp{};
+[[maybe_unused]] static __device__ constexpr Block this_block{};
+[[maybe_unused]] static __device__ constexpr EachLane each_lane{};
+#else
+inline constexpr Thread this_thread{};
+inline constexpr Warp this_warp{};
+inline constexpr Block this_block{};
+inline constexpr EachLane each_lane{};
+#endif
+
+namespace detail {
+
+#if BELFRY_ON_GPU
+template <class Word, class Group>
+BELFRY_DEVICE void copy_words(const Group& group, std::byte* dst, const std::byte* src,
+                              std::uint64_t bytes) {
+  auto* to = reinterpret_cast<Word*>(dst);
+  const auto* from = reinterpret_cast<const Word*>(src);
+  for (std::uint64_t i = group.rank(); i < bytes / sizeof(Word); i += group.size()) to[i] = from[i];
+  const std::uint64_t tail = bytes / sizeof(Word) * sizeof(Word);
+  for (std::uint64_t i = tail + group.rank(); i < bytes; i += group.size()) dst[i] = src[i];
+}
+#endif
+
+// Copies with all threads of the group. GPU: neighbouring threads take neighbouring words, as
+// wide as the alignment allows, so that accesses coalesce. Host: each thread copies one
+// contiguous piece, so that a cache line has one writer.
+template <class Group>
+BELFRY_DEVICE void copy_bytes(const Group& group, std::byte* dst, const std::byte* src,
+                              std::uint64_t bytes) {
+#if BELFRY_ON_GPU
+  const auto alignment =
+      (reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src)) & 15;
+  if (alignment == 0) {
+    copy_words<uint4>(group, dst, src, bytes);
+  } else if (alignment % 8 == 0) {
+    copy_words<std::uint64_t>(group, dst, src, bytes);
+  } else if (alignment % 4 == 0) {
+    copy_words<std::uint32_t>(group, dst, src, bytes);
+  } else {
+    copy_words<std::uint8_t>(group, dst, src, bytes);
+  }
+#else
+  const std::uint64_t piece = (bytes / group.size() + 64) / 64 * 64;
+  const std::uint64_t begin = piece * group.rank();
+  if (begin < bytes)
+    std::memcpy(dst + begin, src + begin, begin + piece < bytes ? piece : bytes - begin);
+#endif
+}
+
+}  // namespace detail
+}  // namespace belfry

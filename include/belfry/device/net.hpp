@@ -1,0 +1,1003 @@
+// Net: what a kernel calls to reach its peers. docs/device-api.md is the normative page; here
+// each call says who may make it, what holds when it returns, and how it can end.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "belfry/device/device_comm.hpp"
+#include "belfry/device/group.hpp"
+#include "belfry/device/post.hpp"
+
+namespace belfry {
+
+// A place in a window: at the peer for a destination, here for a source.
+struct Place {
+  std::uint32_t window;
+  std::uint64_t offset;
+};
+
+// ---- what a put may bring along ------------------------------------------------------------
+
+// Adds `value` to the peer's 64-bit signal `id`.
+struct signal_add {
+  std::uint32_t id;
+  std::uint64_t value;
+};
+// Adds one.
+struct signal_inc {
+  std::uint32_t id;
+};
+// Stores `value`; not atomic with additions by others.
+struct signal_set {
+  std::uint32_t id;
+  std::uint64_t value;
+};
+// Adds one to the local counter `id` when the source may be reused.
+struct counter_inc {
+  std::uint32_t id;
+};
+// The signal covers its own put only; without it a signal is strong.
+struct weak_signal {};
+// The caller has already released its writes at system scope; no fence is paid again.
+struct released {};
+
+// A posted operation. wait() it, or flush()/quiet() its peer, or ignore it.
+struct Ticket {
+  const Route* route = nullptr;
+  std::uint64_t end = 0;
+  Status status = Status::ok;
+  std::uint32_t slot = 0;   // result slot of a fetching atomic
+  std::uint64_t value = 0;  // its result, when it is known at once (lsa)
+};
+static_assert(sizeof(Ticket) == 32);
+
+inline constexpr int all_peers = -1;
+
+namespace detail {
+
+struct Extras {
+  queue::Command* command;
+  bool* pay_fence;
+  BELFRY_DEVICE void operator()(signal_add s) const {
+    command->signal_op = queue::SignalOp::add;
+    command->signal_id = s.id;
+    command->signal_value = s.value;
+  }
+  BELFRY_DEVICE void operator()(signal_inc s) const { (*this)(signal_add{s.id, 1}); }
+  BELFRY_DEVICE void operator()(signal_set s) const {
+    command->signal_op = queue::SignalOp::set;
+    command->signal_id = s.id;
+    command->signal_value = s.value;
+  }
+  BELFRY_DEVICE void operator()(counter_inc c) const {
+    command->has_counter = true;
+    command->counter_id = c.id;
+  }
+  BELFRY_DEVICE void operator()(weak_signal) const { command->weak = true; }
+  BELFRY_DEVICE void operator()(released) const { *pay_fence = false; }
+};
+
+// Packets: 4 bytes of data and a 32-bit tag in one 8-byte store.
+BELFRY_HOST_DEVICE constexpr std::uint64_t packet(std::uint32_t data, std::uint32_t tag) {
+  return data | (static_cast<std::uint64_t>(tag) << 32);
+}
+
+}  // namespace detail
+
+// The bytes that a message of `bytes` takes at the receiver as packets.
+BELFRY_HOST_DEVICE constexpr std::uint64_t packet_bytes(std::uint64_t bytes) {
+  return (bytes + 3) / 4 * 8;
+}
+
+// A kernel's access to one context of a communicator. Cheap to make; every thread makes its own.
+// `Paths` limits what is compiled: a peer that is reached by another path is then an error.
+template <PathSet Paths>
+class NetSet {
+ public:
+  // Any thread. A kernel that was compiled against another device_comm gets an error from every
+  // call, not a crash.
+  BELFRY_DEVICE NetSet(const DeviceComm& comm, std::uint32_t context)
+      : comm_(comm), context_(context) {
+    usable_ = comm.magic == device_comm_magic && comm.version == device_comm_version &&
+              comm.struct_bytes == sizeof(DeviceComm);
+    if (!usable_) {
+      refuse(Failure::version_mismatch, queue::Operation::none, -1,
+             (static_cast<std::uint64_t>(comm.version) << 32) | comm.struct_bytes);
+      return;
+    }
+    if (context >= comm.contexts) {
+      usable_ = false;
+      refuse(Failure::bad_argument, queue::Operation::none, -1, context);
+      return;
+    }
+    // Lets the other ranks know that this one is in a kernel: their deadlines start now.
+    if (load<Order::relaxed, Scope::system>(comm.entered) == 0) {
+      store<Order::relaxed, Scope::system>(comm.entered, 1u);
+    }
+  }
+
+  BELFRY_DEVICE int rank() const { return comm_.rank; }
+  BELFRY_DEVICE int ranks() const { return comm_.ranks; }
+  BELFRY_DEVICE const DeviceComm& comm() const { return comm_; }
+
+  // ---- one-sided data ----
+
+  // Copies `bytes` from `src` here to `dst` at `peer`. Collective over `group`; what the group's
+  // threads wrote to the source before the call is sent. Returns once posted; the source may be
+  // reused after wait(), flush() or the counter; the data is at the peer after quiet(); only a
+  // signal tells the peer. Extras: signal_add, signal_inc, signal_set, weak_signal, counter_inc,
+  // released, in any order. The ticket's status is not ok when nothing, or not all, was posted.
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket put(const Group& group, int peer, Place dst, Place src, std::uint64_t bytes,
+                           Extra... extra) const {
+    queue::Command c;
+    c.operation = queue::Operation::put;
+    set_places(c, dst, src);
+    c.bytes = bytes;
+    return run(group, peer, c, extra...);
+  }
+
+  // Writes a value of 1, 2, 4 or 8 bytes to `dst` at `peer`; nothing here needs to stay alive.
+  template <class Group, class T, class... Extra>
+  BELFRY_DEVICE Ticket put_value(const Group& group, int peer, Place dst, T value,
+                                 Extra... extra) const {
+    static_assert(std::is_trivially_copyable_v<T> &&
+                  (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8));
+    queue::Command c;
+    c.operation = queue::Operation::put_value;
+    set_places(c, dst, Place{0, 0});
+    c.bytes = sizeof(T);
+    std::memcpy(&c.value, &value, sizeof(T));
+    return run(group, peer, c, extra...);
+  }
+
+  // Copies `rows` rows of `row_bytes`, the pitches in bytes.
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket put_2d(const Group& group, int peer, Place dst, std::uint64_t dst_pitch,
+                              Place src, std::uint64_t src_pitch, std::uint64_t row_bytes,
+                              std::uint32_t rows, Extra... extra) const {
+    queue::Command c;
+    c.operation = queue::Operation::put_2d;
+    set_places(c, dst, src);
+    c.bytes = row_bytes;
+    c.rows = rows;
+    c.dst_pitch = dst_pitch;
+    c.src_pitch = src_pitch;
+    return run(group, peer, c, extra...);
+  }
+
+  // Copies `bytes` from `src` at `peer` to `dst` here. The data is here after wait() or flush().
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket get(const Group& group, int peer, Place dst, Place src, std::uint64_t bytes,
+                           Extra... extra) const {
+    queue::Command c;
+    c.operation = queue::Operation::get;
+    set_places(c, src, dst);
+    c.bytes = bytes;
+    return run(group, peer, c, extra...);
+  }
+
+  // A signal alone: signal_add, signal_inc or signal_set. Strong unless weak_signal is given: it
+  // becomes visible at the peer after every earlier put to that peer on this context.
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket signal(const Group& group, int peer, Extra... extra) const {
+    queue::Command c;
+    c.operation = queue::Operation::signal;
+    return run(group, peer, c, extra...);
+  }
+
+  // ---- fetching atomics on 8-byte words of the peer's window; one thread ----
+
+  // Each returns a ticket whose value wait(ticket, value) gives. It must be waited exactly once.
+  BELFRY_DEVICE Ticket fetch_add(int peer, Place word, std::uint64_t add) const {
+    return atomic(peer, queue::Operation::fetch_add, word, add, 0);
+  }
+  BELFRY_DEVICE Ticket compare_swap(int peer, Place word, std::uint64_t compare,
+                                    std::uint64_t value) const {
+    return atomic(peer, queue::Operation::compare_swap, word, value, compare);
+  }
+  BELFRY_DEVICE Ticket swap(int peer, Place word, std::uint64_t value) const {
+    return atomic(peer, queue::Operation::swap, word, value, 0);
+  }
+
+  // ---- completion ----
+
+  // Until the operation's source may be reused (and, for get, the data is here). One thread.
+  BELFRY_DEVICE Status wait(const Ticket& ticket) const {
+    if (ticket.status != Status::ok || ticket.route == nullptr) return ticket.status;
+    return wait_end(*ticket.route, ticket.end);
+  }
+
+  // For fetching atomics: also hands over the value that the word had before.
+  BELFRY_DEVICE Status wait(const Ticket& ticket, std::uint64_t& value) const {
+    const Status status = wait(ticket);
+    if (status != Status::ok) return status;
+    if (ticket.route == nullptr) {
+      value = ticket.value;
+      return status;
+    }
+    if constexpr (Paths.has(Path::direct)) {
+      if (ticket.route->path == Path::direct) {
+        queue::SendQueue& q = *ticket.route->send;
+        value = q.results[ticket.slot];
+        queue::release_result(q, ticket.slot);
+        return status;
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (ticket.route->path == Path::proxy) {
+        queue::CommandRing& ring = *ticket.route->ring;
+        value = ring.results[ticket.slot];
+        queue::release_result(ring, ticket.slot);
+      }
+    }
+    return status;
+  }
+
+  // Until the sources of everything that this context posted to `peer` (or all_peers) before the
+  // call may be reused. Collective over `group`.
+  template <class Group>
+  BELFRY_DEVICE Status flush(const Group& group, int peer) const {
+    return drain(group, peer);
+  }
+
+  // Until the data of everything posted before the call is at the peer. On reliable connections
+  // a completion means both, so the wait is the same; the names keep the promises apart.
+  template <class Group>
+  BELFRY_DEVICE Status quiet(const Group& group, int peer) const {
+    return drain(group, peer);
+  }
+
+  // ---- signals and counters ----
+
+  // Until this rank's signal `id` has reached `at_least` (wrap-around compare). What was put
+  // before the signal is then visible to the whole group. Collective over `group`.
+  template <class Group>
+  BELFRY_DEVICE Status wait_signal(const Group& group, std::uint32_t id,
+                                   std::uint64_t at_least) const {
+    Status status = Status::ok;
+    if (group.leader()) {
+      status = !usable_ ? Status::failed
+               : id >= comm_.signals
+                   ? refuse(Failure::bad_argument, queue::Operation::signal, -1, id)
+                   : wait_word("signal", id, comm_.local_signals + id, at_least);
+    }
+    return group.broadcast(status);
+  }
+
+  // The value now; acquire.
+  BELFRY_DEVICE std::uint64_t read_signal(std::uint32_t id) const {
+    if (!usable_ || id >= comm_.signals) {
+      refuse(Failure::bad_argument, queue::Operation::signal, -1, id);
+      return 0;
+    }
+    return load<Order::acquire, Scope::system>(comm_.local_signals + id);
+  }
+
+  // Until the local counter `id` has reached `at_least`; waits for operations of this context.
+  template <class Group>
+  BELFRY_DEVICE Status wait_counter(const Group& group, std::uint32_t id,
+                                    std::uint64_t at_least) const {
+    Status status = Status::ok;
+    if (group.leader()) {
+      if (!usable_ || id >= comm_.counters) {
+        status = refuse(Failure::bad_argument, queue::Operation::none, -1, id);
+      } else {
+        const std::uint64_t* word = comm_.local_counters + id;
+        status = wait_until(comm_.scope, "counter", id, -1, at_least, word, [&] {
+          if (reached(load<Order::acquire, Scope::system>(word), at_least)) return true;
+          poll_queues();
+          return reached(load<Order::acquire, Scope::system>(word), at_least);
+        });
+      }
+    }
+    return group.broadcast(status);
+  }
+
+  BELFRY_DEVICE std::uint64_t read_counter(std::uint32_t id) const {
+    if (!usable_ || id >= comm_.counters) {
+      refuse(Failure::bad_argument, queue::Operation::none, -1, id);
+      return 0;
+    }
+    poll_queues();
+    return load<Order::acquire, Scope::system>(comm_.local_counters + id);
+  }
+
+  // ---- load/store ----
+
+  // The peer's memory at a window's offset, or nullptr if it is not load/store accessible, the
+  // window is unknown or the offset lies past its end.
+  BELFRY_DEVICE void* peer_ptr(std::uint32_t window, std::uint64_t offset, int peer) const {
+    if (!usable_ || window >= comm_.windows || peer < 0 || peer >= comm_.ranks) return nullptr;
+    const WindowView& view = comm_.window_table[window];
+    if (view.valid == 0 || offset > view.bytes) return nullptr;
+    std::byte* base = view.peers[peer].lsa;
+    return base == nullptr ? nullptr : base + offset;
+  }
+
+  // This rank's own memory at a window's offset; nullptr as above.
+  BELFRY_DEVICE void* local_ptr(std::uint32_t window, std::uint64_t offset) const {
+    if (!usable_ || window >= comm_.windows) return nullptr;
+    const WindowView& view = comm_.window_table[window];
+    return view.valid == 0 || offset > view.bytes ? nullptr : view.local + offset;
+  }
+
+  // ---- packets ----
+
+  // Sends `bytes` (a multiple of 4) from `src` here as packets to `dst` at `peer`, 8-byte aligned,
+  // where packet_bytes(bytes) of the window are used. Data and tag travel in the same 8-byte
+  // store: one trip, no fence, no signal. The tag is the epoch: the receiver waits for it and
+  // nothing is cleared; a place may be used again with the same tag only after 2^32 - 1 others.
+  template <class Group>
+  BELFRY_DEVICE Ticket put_packet(const Group& group, int peer, Place dst, Place src,
+                                  std::uint64_t bytes, std::uint32_t tag) const {
+    queue::Command c;
+    c.operation = queue::Operation::put_packet;
+    set_places(c, dst, src);
+    c.bytes = packet_bytes(bytes);
+    Ticket ticket;
+    if (!usable_) {
+      ticket.status = Status::failed;
+      return ticket;
+    }
+    const post::Resolved resolved = post::resolve(comm_, c, peer);
+    if (resolved.failure != Failure::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
+        src.offset % 4 != 0) {
+      ticket.status =
+          refuse(resolved.failure != Failure::none ? resolved.failure : Failure::bad_argument,
+                 c.operation, peer, resolved.failure != Failure::none ? resolved.detail : bytes);
+      return ticket;
+    }
+    const void* source = local_ptr(src.window, src.offset);
+    if (source == nullptr ||
+        !post::inside(src.offset, bytes, comm_.window_table[src.window].bytes)) {
+      ticket.status = refuse(Failure::out_of_window, c.operation, peer, src.offset + bytes);
+      return ticket;
+    }
+    const auto* words = static_cast<const std::uint32_t*>(source);
+    group.sync();
+    if (std::byte* base = lsa_base(peer, dst.window); base != nullptr) {
+      auto* out = reinterpret_cast<std::uint64_t*>(base + dst.offset);
+      for (std::uint64_t i = group.rank(); i < bytes / 4; i += group.size()) {
+        store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
+      }
+      return ticket;
+    }
+    if (group.leader()) ticket = post_packets(peer, c, resolved, words, bytes / 4, tag);
+    return group.broadcast(ticket);
+  }
+
+  // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
+  // this thread's or block's memory. Collective over `group`: its threads share the work.
+  template <class Group>
+  BELFRY_DEVICE Status wait_packet(const Group& group, Place src, void* dst, std::uint64_t bytes,
+                                   std::uint32_t tag) const {
+    Status status = Status::ok;
+    const auto* in = static_cast<const std::uint64_t*>(local_ptr(src.window, src.offset));
+    if (in == nullptr || bytes % 4 != 0 || src.offset % 8 != 0 ||
+        !post::inside(src.offset, packet_bytes(bytes), comm_.window_table[src.window].bytes)) {
+      return refuse(Failure::out_of_window, queue::Operation::put_packet, -1, src.offset);
+    }
+    auto* out = static_cast<std::uint32_t*>(dst);
+    for (std::uint64_t i = group.rank(); i < bytes / 4 && status == Status::ok; i += group.size()) {
+      std::uint64_t word = 0;
+      status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
+        word = load<Order::relaxed, Scope::system>(in + i);
+        return static_cast<std::uint32_t>(word >> 32) == tag;
+      });
+      out[i] = static_cast<std::uint32_t>(word);
+    }
+    return all_ok(group, status);
+  }
+
+  // ---- the triggered path ----
+
+  // Fires requests that the CPU prepared; each may stand for several operations. Requests of one
+  // queue fire in the order in which they were prepared: one that comes too early waits for its
+  // predecessors. One thread. What the group wrote before must be released by the caller's group.
+  BELFRY_DEVICE Status fire(const Trigger& trigger) const {
+    if (!usable_) return Status::failed;
+    return fire_trigger(trigger, comm_.scope);
+  }
+
+  // Until everything that a prepared request posted has completed.
+  BELFRY_DEVICE Status wait(const Trigger& trigger) const {
+    if (!usable_) return Status::failed;
+    return queue::wait_complete(*trigger.send, trigger.end, comm_.scope);
+  }
+
+  static BELFRY_HOST_DEVICE Status fire_trigger(const Trigger& trigger, const WaitScope& scope) {
+    queue::SendQueue& q = *trigger.send;
+    if (reached(load<Order::relaxed, Scope::device>(&q.rung), trigger.end)) {
+      ErrorRecord failure{};
+      failure.reason = Failure::trigger_order;
+      failure.peer = trigger.peer;
+      failure.queue = q.qpn;
+      failure.index = trigger.first;
+      raise(scope.error, failure);
+      return Status::failed;
+    }
+    const Status status =
+        wait_until(scope, "earlier prepared request", q.qpn, trigger.peer, trigger.first, &q.rung,
+                   [&] { return load<Order::acquire, Scope::device>(&q.rung) == trigger.first; });
+    if (status != Status::ok) return status;
+    // The three steps of a prepared request: record, fence, register. The release orders the
+    // caller's writes to the source, too.
+    store<Order::release, Scope::system>(&q.record->send.raw, trigger.record_value);
+    store_doorbell(q.doorbell, trigger.doorbell_value);
+    store<Order::release, Scope::device>(&q.rung, trigger.end);
+    return Status::ok;
+  }
+
+ private:
+  template <PathSet>
+  friend class BatchSet;
+  template <PathSet>
+  friend class BarrierSet;
+
+  // Barriers use signals of their own, past the user's, by their number in window 0.
+  BELFRY_DEVICE Status barrier_signal(int peer, std::uint64_t offset) const {
+    queue::Command c;
+    c.operation = queue::Operation::signal;
+    c.signal_op = queue::SignalOp::add;
+    c.signal_id = static_cast<std::uint32_t>(offset / 8);
+    c.signal_value = 1;
+    return run_command(this_thread, peer, c, true, post::Doorbell::now).status;
+  }
+  BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {
+    return wait_word("barrier", offset / 8, comm_.local_signals + offset / 8, target);
+  }
+
+  static BELFRY_DEVICE void set_places(queue::Command& c, Place dst, Place src) {
+    c.dst_window = static_cast<std::uint16_t>(dst.window < 0xffff ? dst.window : 0xffff);
+    c.src_window = static_cast<std::uint16_t>(src.window < 0xffff ? src.window : 0xffff);
+    c.dst_offset = dst.offset;
+    c.src_offset = src.offset;
+  }
+
+  BELFRY_DEVICE Status refuse(Failure failure, queue::Operation operation, int peer,
+                              std::uint64_t detail) const {
+    queue::Command c;
+    c.operation = operation;
+    return post::report(comm_, c, peer, context_, failure, detail);
+  }
+
+  BELFRY_DEVICE const Route& route(int peer) const {
+    return comm_.routes[static_cast<std::uint64_t>(context_) * comm_.ranks + peer];
+  }
+
+  BELFRY_DEVICE std::byte* lsa_base(int peer, std::uint32_t window) const {
+    if constexpr (Paths.has(Path::lsa)) {
+      if (route(peer).path == Path::lsa) return comm_.window_table[window].peers[peer].lsa;
+    }
+    return nullptr;
+  }
+
+  template <class Group>
+  BELFRY_DEVICE static Status all_ok(const Group& group, Status mine) {
+    if constexpr (std::is_same_v<Group, Block>) {
+      // The worst status of all: each thread in turn would be a broadcast; this is two.
+      const int bad = __syncthreads_or(mine != Status::ok);
+      if (bad == 0) return Status::ok;
+      const int failed = __syncthreads_or(mine == Status::failed);
+      const int aborted = __syncthreads_or(mine == Status::aborted);
+      return failed != 0 ? Status::failed : aborted != 0 ? Status::aborted : Status::timed_out;
+    } else if constexpr (std::is_same_v<Group, Warp>) {
+      const unsigned mask = group.mask();
+      if (__any_sync(mask, mine == Status::failed) != 0) return Status::failed;
+      if (__any_sync(mask, mine == Status::aborted) != 0) return Status::aborted;
+      return __any_sync(mask, mine != Status::ok) != 0 ? Status::timed_out : Status::ok;
+    } else {
+      return mine;
+    }
+  }
+
+  BELFRY_DEVICE Status wait_word(const char* what, std::uint64_t id, const std::uint64_t* word,
+                                 std::uint64_t at_least) const {
+    return wait_until(comm_.scope, what, id, -1, at_least, word, [&] {
+      // Acquire at system scope: the NIC's or the peer's writes before the signal are visible.
+      return reached(load<Order::acquire, Scope::system>(word), at_least);
+    });
+  }
+
+  BELFRY_DEVICE void poll_queues() const {
+    if constexpr (Paths.has(Path::direct)) {
+      for (int peer = 0; peer < comm_.ranks; ++peer) {
+        const Route& r = route(peer);
+        if (r.path == Path::direct) queue::poll(*r.send);
+      }
+    }
+  }
+
+  BELFRY_DEVICE Status wait_end(const Route& r, std::uint64_t end) const {
+    if constexpr (Paths.has(Path::direct)) {
+      if (r.path == Path::direct) return queue::wait_complete(*r.send, end, comm_.scope);
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (r.path == Path::proxy) return queue::wait_complete(*r.ring, end, comm_.scope);
+    }
+    return Status::ok;
+  }
+
+  // Everything posted so far to one peer on this context.
+  BELFRY_DEVICE Status drain_peer(int peer) const {
+    const Route& r = route(peer);
+    if constexpr (Paths.has(Path::direct)) {
+      if (r.path == Path::direct) {
+        return wait_end(r, load<Order::acquire, Scope::device>(&r.send->ready));
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (r.path == Path::proxy) {
+        return wait_end(r, load<Order::acquire, Scope::device>(&r.ring->head));
+      }
+    }
+    return Status::ok;
+  }
+
+  template <class Group>
+  BELFRY_DEVICE Status drain(const Group& group, int peer) const {
+    group.sync();
+    Status status = Status::ok;
+    if (group.leader()) {
+      if (!usable_) {
+        status = Status::failed;
+      } else if (peer == all_peers) {
+        for (int p = 0; p < comm_.ranks && status == Status::ok; ++p) status = drain_peer(p);
+      } else if (peer < 0 || peer >= comm_.ranks) {
+        status = refuse(Failure::bad_argument, queue::Operation::none, peer,
+                        static_cast<std::uint64_t>(peer));
+      } else {
+        status = drain_peer(peer);
+      }
+      // lsa: the stores are done; make them ordered before whatever tells the peer.
+      if constexpr (Paths.has(Path::lsa)) fence<Order::acq_rel, Scope::system>();
+    }
+    return group.broadcast(status);
+  }
+
+  // The ids past the user's signals belong to barriers.
+  BELFRY_DEVICE bool user_signal(const queue::Command& c) const {
+    return c.signal_op == queue::SignalOp::none || !usable_ || c.signal_id < comm_.signals;
+  }
+  BELFRY_DEVICE Ticket refused(const queue::Command& c, int peer) const {
+    Ticket ticket;
+    ticket.status = refuse(Failure::bad_argument, c.operation, peer, c.signal_id);
+    return ticket;
+  }
+
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket run(const Group& group, int peer, queue::Command& c, Extra... extra) const {
+    bool pay_fence = true;
+    const detail::Extras apply{&c, &pay_fence};
+    (apply(extra), ...);
+    if (!user_signal(c)) return refused(c, peer);
+    return run_command(group, peer, c, pay_fence, post::Doorbell::now);
+  }
+
+  template <class Group>
+  BELFRY_DEVICE Ticket run_command(const Group& group, int peer, const queue::Command& c,
+                                   bool pay_fence, post::Doorbell doorbell) const {
+    Ticket ticket;
+    if (!usable_) {
+      ticket.status = Status::failed;
+      return ticket;
+    }
+    const post::Resolved resolved = post::resolve(comm_, c, peer);
+    if (resolved.failure != Failure::none) {
+      ticket.status = refuse(resolved.failure, c.operation, peer, resolved.detail);
+      return ticket;
+    }
+    const Route& r = route(peer);
+    if constexpr (Paths.has(Path::lsa)) {
+      if (r.path == Path::lsa) {
+        if constexpr (std::is_same_v<Group, EachLane>) {
+          store_directly(this_thread, peer, c, resolved);
+        } else {
+          store_directly(group, peer, c, resolved);
+        }
+        return ticket;
+      }
+    }
+    if constexpr (Paths.has(Path::direct)) {
+      if (r.path == Path::direct) {
+        if constexpr (std::is_same_v<Group, EachLane>) {
+          return post_lanes(r, c, resolved, doorbell);
+        } else {
+          // The group's writes to the source happen before the leader's release in ring().
+          group.sync();
+          if (group.leader()) ticket = post_one(r, c, resolved, doorbell);
+          return group.broadcast(ticket);
+        }
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (r.path == Path::proxy) {
+        if constexpr (std::is_same_v<Group, EachLane>) {
+          return push_lanes(r, c, pay_fence);
+        } else {
+          group.sync();
+          if (group.leader()) ticket = push_one(r, c, pay_fence);
+          return group.broadcast(ticket);
+        }
+      }
+    }
+    ticket.status =
+        refuse(Failure::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.path));
+    return ticket;
+  }
+
+  // ---- direct ----
+
+  BELFRY_DEVICE Ticket post_one(const Route& r, const queue::Command& c,
+                                const post::Resolved& resolved, post::Doorbell doorbell) const {
+    Ticket ticket;
+    ticket.route = &r;
+    ticket.slot = c.result_slot;
+    ticket.status = post::submit(*r.send, c, resolved, doorbell, comm_.scope, ticket.end);
+    return ticket;
+  }
+
+  // One reservation and one doorbell for the lanes that reach the same queue.
+  BELFRY_DEVICE Ticket post_lanes(const Route& r, const queue::Command& c,
+                                  const post::Resolved& resolved, post::Doorbell doorbell) const {
+    queue::SendQueue& q = *r.send;
+    const post::Sequence sequence(q, c, resolved);
+    const unsigned lane = Warp::rank();
+    // Long operations chunk by themselves; the short ones of a warp go together.
+    const bool is_short = sequence.size() <= 4;
+    std::uint32_t mine = 0;
+    if (is_short) {
+      for (std::uint64_t i = 0; i < sequence.size(); ++i) mine += sequence.blocks(i);
+    }
+    const unsigned active = __activemask();
+    const unsigned together = __match_any_sync(
+        active, is_short ? static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&q))
+                         : static_cast<unsigned long long>(lane) + 1);
+    // Exclusive prefix sum and total over the lanes of `together`.
+    std::uint32_t before = 0, total = 0;
+    for (unsigned rest = together; rest != 0; rest &= rest - 1) {
+      const auto other = static_cast<unsigned>(__ffs(static_cast<int>(rest)) - 1);
+      const std::uint32_t theirs = __shfl_sync(together, mine, static_cast<int>(other));
+      if (other < lane) before += theirs;
+      total += theirs;
+    }
+    if (!is_short || total > q.depth) return post_one(r, c, resolved, doorbell);
+    const auto first_lane = static_cast<unsigned>(__ffs(static_cast<int>(together)) - 1);
+    const unsigned last_lane = 31 - static_cast<unsigned>(__clz(static_cast<int>(together)));
+    Ticket ticket;
+    ticket.route = &r;
+    ticket.slot = c.result_slot;
+    std::uint64_t first = 0;
+    if (lane == first_lane) ticket.status = queue::reserve(q, total, comm_.scope, first);
+    ticket.status = static_cast<Status>(__shfl_sync(
+        together, static_cast<std::uint32_t>(ticket.status), static_cast<int>(first_lane)));
+    if (ticket.status != Status::ok) return ticket;
+    first =
+        __shfl_sync(together, static_cast<unsigned long long>(first), static_cast<int>(first_lane));
+    std::uint64_t index = first + before;
+    for (std::uint64_t i = 0; i < sequence.size(); ++i) {
+      const bool last = lane == last_lane && i + 1 == sequence.size();
+      sequence.build(i, index, last ? queue::Signalled::yes : queue::Signalled::no);
+      if (c.has_counter && i + 1 == sequence.size()) queue::attach_counter(q, index, c.counter_id);
+      index += sequence.blocks(i);
+    }
+    ticket.end = first + total;
+    // Orders every lane's stores before the first lane's release.
+    __syncwarp(together);
+    if (lane == first_lane) {
+      ticket.status = queue::make_ready(q, first, total, comm_.scope);
+      if (ticket.status == Status::ok && doorbell == post::Doorbell::now) {
+        ticket.status = queue::ring(q, ticket.end, comm_.scope);
+      }
+    }
+    ticket.status = static_cast<Status>(__shfl_sync(
+        together, static_cast<std::uint32_t>(ticket.status), static_cast<int>(first_lane)));
+    return ticket;
+  }
+
+  // ---- proxy ----
+
+  // The command itself needs no fence; what it refers to does, once.
+  BELFRY_DEVICE static void release_payload(const queue::Command& c, bool pay_fence) {
+    if (pay_fence && post::has_source(c.operation)) fence<Order::release, Scope::system>();
+  }
+
+  BELFRY_DEVICE Ticket push_one(const Route& r, const queue::Command& c, bool pay_fence) const {
+    Ticket ticket;
+    ticket.route = &r;
+    ticket.slot = c.result_slot;
+    std::uint64_t first = 0;
+    ticket.status = queue::reserve(*r.ring, 1, comm_.scope, first);
+    if (ticket.status != Status::ok) return ticket;
+    release_payload(c, pay_fence);
+    queue::publish(*r.ring, first, c);
+    ticket.end = first + 1;
+    return ticket;
+  }
+
+  BELFRY_DEVICE Ticket push_lanes(const Route& r, const queue::Command& c, bool pay_fence) const {
+    const unsigned lane = Warp::rank();
+    const unsigned active = __activemask();
+    const unsigned together = __match_any_sync(
+        active, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(r.ring)));
+    const auto count = static_cast<std::uint32_t>(__popc(together));
+    if (count > r.ring->depth) return push_one(r, c, pay_fence);
+    const auto first_lane = static_cast<unsigned>(__ffs(static_cast<int>(together)) - 1);
+    const auto before = static_cast<std::uint32_t>(__popc(together & ((1u << lane) - 1)));
+    Ticket ticket;
+    ticket.route = &r;
+    ticket.slot = c.result_slot;
+    std::uint64_t first = 0;
+    if (lane == first_lane) ticket.status = queue::reserve(*r.ring, count, comm_.scope, first);
+    ticket.status = static_cast<Status>(__shfl_sync(
+        together, static_cast<std::uint32_t>(ticket.status), static_cast<int>(first_lane)));
+    if (ticket.status != Status::ok) return ticket;
+    first =
+        __shfl_sync(together, static_cast<unsigned long long>(first), static_cast<int>(first_lane));
+    release_payload(c, pay_fence);
+    queue::publish(*r.ring, first + before, c);
+    ticket.end = first + before + 1;
+    return ticket;
+  }
+
+  // ---- lsa ----
+
+  template <class Group>
+  BELFRY_DEVICE void store_directly(const Group& group, int peer, const queue::Command& c,
+                                    const post::Resolved& resolved) const {
+    using queue::Operation;
+    std::byte* remote = lsa_base(peer, c.dst_window);
+    auto* local = reinterpret_cast<std::byte*>(resolved.local.address);
+    // Members may read what others wrote to the source.
+    group.sync();
+    switch (c.operation) {
+      case Operation::put:
+        belfry::detail::copy_bytes(group, remote + c.dst_offset, local, c.bytes);
+        break;
+      case Operation::get:
+        belfry::detail::copy_bytes(group, local, remote + c.dst_offset, c.bytes);
+        break;
+      case Operation::put_2d:
+        for (std::uint64_t row = 0; row < c.rows; ++row) {
+          belfry::detail::copy_bytes(group, remote + c.dst_offset + row * c.dst_pitch,
+                                     local + row * c.src_pitch, c.bytes);
+        }
+        break;
+      case Operation::put_value:
+        if (group.leader()) store_value(remote + c.dst_offset, c);
+        break;
+      default: break;
+    }
+    // Every member's stores happen before the leader's signal.
+    group.sync();
+    if (!group.leader()) return;
+    if (c.signal_op != queue::SignalOp::none) {
+      auto* word = reinterpret_cast<std::uint64_t*>(
+          comm_.window_table[control_window].peers[peer].lsa + 8ull * c.signal_id);
+      // Release at system scope, cumulative over the group's stores through the barrier.
+      if (c.signal_op == queue::SignalOp::add) {
+        belfry::fetch_add<Order::release, Scope::system>(word, c.signal_value);
+      } else {
+        store<Order::release, Scope::system>(word, c.signal_value);
+      }
+    }
+    if (c.has_counter) {
+      belfry::fetch_add<Order::release, Scope::system>(comm_.local_counters + c.counter_id, 1u);
+    }
+  }
+
+  BELFRY_DEVICE static void store_value(std::byte* to, const queue::Command& c) {
+    // A naturally aligned value is one atomic store: a peer that polls it sees all or nothing.
+    if (c.bytes == 8 && reinterpret_cast<std::uintptr_t>(to) % 8 == 0) {
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(to), c.value);
+    } else if (c.bytes == 4 && reinterpret_cast<std::uintptr_t>(to) % 4 == 0) {
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(to),
+                                           static_cast<std::uint32_t>(c.value));
+    } else {
+      std::memcpy(to, &c.value, c.bytes);
+    }
+  }
+
+  // ---- fetching atomics ----
+
+  BELFRY_DEVICE Ticket atomic(int peer, queue::Operation operation, Place word, std::uint64_t value,
+                              std::uint64_t compare) const {
+    queue::Command c;
+    c.operation = operation;
+    set_places(c, word, Place{0, 0});
+    c.bytes = 8;
+    c.value = value;
+    Ticket ticket;
+    if (!usable_) {
+      ticket.status = Status::failed;
+      return ticket;
+    }
+    const post::Resolved resolved = post::resolve(comm_, c, peer);
+    if (resolved.failure != Failure::none) {
+      ticket.status = refuse(resolved.failure, operation, peer, resolved.detail);
+      return ticket;
+    }
+    // The compare value travels where a put's signal operand does.
+    c.signal_value = compare;
+    const Route& r = route(peer);
+    if constexpr (Paths.has(Path::lsa)) {
+      if (r.path == Path::lsa) {
+        auto* target = reinterpret_cast<std::uint64_t*>(lsa_base(peer, word.window) + word.offset);
+        ticket.value = atomic_directly(operation, target, value, compare);
+        return ticket;
+      }
+    }
+    if constexpr (Paths.has(Path::direct)) {
+      if (r.path == Path::direct) {
+        ticket.status = queue::acquire_result(*r.send, comm_.scope, c.result_slot);
+        if (ticket.status != Status::ok) return ticket;
+        ticket = post_one(r, c, resolved, post::Doorbell::now);
+        if (ticket.status != Status::ok) queue::release_result(*r.send, c.result_slot);
+        return ticket;
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (r.path == Path::proxy) {
+        ticket.status = queue::acquire_result(*r.ring, comm_.scope, c.result_slot);
+        if (ticket.status != Status::ok) return ticket;
+        ticket = push_one(r, c, false);
+        return ticket;
+      }
+    }
+    ticket.status =
+        refuse(Failure::unsupported, operation, peer, static_cast<std::uint64_t>(r.path));
+    return ticket;
+  }
+
+  BELFRY_DEVICE static std::uint64_t atomic_directly(queue::Operation operation,
+                                                     std::uint64_t* target, std::uint64_t value,
+                                                     std::uint64_t compare) {
+    if (operation == queue::Operation::fetch_add) {
+      return belfry::fetch_add<Order::acq_rel, Scope::system>(target, value);
+    }
+    if (operation == queue::Operation::swap) {
+      return belfry::exchange<Order::acq_rel, Scope::system>(target, value);
+    }
+    std::uint64_t expected = compare;
+    belfry::compare_exchange<Order::acq_rel, Scope::system>(target, expected, value);
+    return expected;
+  }
+
+  // ---- packets over a NIC ----
+
+  // direct: as many packets to a WQE as it can carry inline; proxy: two to a command.
+  BELFRY_DEVICE Ticket post_packets(int peer, queue::Command c, const post::Resolved& resolved,
+                                    const std::uint32_t* words, std::uint64_t count,
+                                    std::uint32_t tag) const {
+    const Route& r = route(peer);
+    Ticket ticket;
+    ticket.route = &r;
+    if constexpr (Paths.has(Path::direct)) {
+      if (r.path == Path::direct) {
+        queue::SendQueue& q = *r.send;
+        const std::uint64_t most = q.max_inline / 8;
+        for (std::uint64_t at = 0; at < count && ticket.status == Status::ok; at += most) {
+          const std::uint64_t n = count - at < most ? count - at : most;
+          const auto bytes = static_cast<std::uint32_t>(8 * n);
+          const std::uint32_t blocks = queue::inline_blocks(bytes);
+          std::uint64_t first = 0;
+          ticket.status = queue::reserve(q, blocks, comm_.scope, first);
+          if (ticket.status != Status::ok) return ticket;
+          queue::build_write_inline(
+              q, first, {resolved.remote.address + 8 * at, resolved.remote.rkey}, bytes,
+              queue::Signalled::yes,
+              [&](std::uint32_t i) { return i % 2 == 0 ? words[at + i / 2] : tag; });
+          ticket.status = queue::make_ready(q, first, blocks, comm_.scope);
+          ticket.end = first + blocks;
+        }
+        if (ticket.status == Status::ok && count != 0) {
+          ticket.status = queue::ring(q, ticket.end, comm_.scope);
+        }
+        return ticket;
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (r.path == Path::proxy) {
+        const std::uint64_t start = c.dst_offset;
+        for (std::uint64_t at = 0; at < count && ticket.status == Status::ok; at += 2) {
+          const bool two = at + 1 < count;
+          c.dst_offset = start + 8 * at;
+          c.bytes = two ? 16 : 8;
+          c.value = detail::packet(words[at], tag);
+          c.signal_value = two ? detail::packet(words[at + 1], tag) : 0;
+          c.src_offset = 0;
+          c.src_window = 0;
+          ticket = push_one(r, c, false);
+        }
+        return ticket;
+      }
+    }
+    ticket.status =
+        refuse(Failure::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.path));
+    return ticket;
+  }
+
+  const DeviceComm& comm_;
+  std::uint32_t context_;
+  bool usable_ = false;
+};
+
+// The default decides at run time, per peer; NetOf compiles one path alone.
+using Net = NetSet<device_paths>;
+template <Path P>
+using NetOf = NetSet<path_set(P)>;
+
+// Many puts, one doorbell per peer: operations are built as they are given, and announced by
+// ring() or at the end of the batch's life. One thread. On the proxy path commands are pushed at
+// once (there is no doorbell to save), on lsa stores are made at once.
+template <PathSet Paths>
+class BatchSet {
+ public:
+  BELFRY_DEVICE explicit BatchSet(const NetSet<Paths>& net) : net_(net) {}
+  BELFRY_DEVICE ~BatchSet() { (void)ring(); }
+  BatchSet(const BatchSet&) = delete;
+  BatchSet& operator=(const BatchSet&) = delete;
+
+  // As Net::put, by one thread.
+  template <class... Extra>
+  BELFRY_DEVICE Ticket put(int peer, Place dst, Place src, std::uint64_t bytes, Extra... extra) {
+    queue::Command c;
+    c.operation = queue::Operation::put;
+    NetSet<Paths>::set_places(c, dst, src);
+    c.bytes = bytes;
+    bool pay_fence = true;
+    const detail::Extras apply{&c, &pay_fence};
+    (apply(extra), ...);
+    return add(peer, c, pay_fence);
+  }
+
+  template <class... Extra>
+  BELFRY_DEVICE Ticket signal(int peer, Extra... extra) {
+    queue::Command c;
+    c.operation = queue::Operation::signal;
+    bool pay_fence = true;
+    const detail::Extras apply{&c, &pay_fence};
+    (apply(extra), ...);
+    return add(peer, c, pay_fence);
+  }
+
+  // Announces what was given so far; ok, or the status of the first thing that went wrong.
+  BELFRY_DEVICE Status ring() {
+    if (pending_.route != nullptr && status_ == Status::ok) {
+      status_ = queue::ring(*pending_.route->send, pending_.end, net_.comm().scope);
+    }
+    pending_ = Ticket{};
+    return status_;
+  }
+
+ private:
+  BELFRY_DEVICE Ticket add(int peer, const queue::Command& c, bool pay_fence) {
+    if (!net_.user_signal(c)) return net_.refused(c, peer);
+    // A change of peer, or a queue that would fill up with what nobody has announced, rings.
+    if (pending_.route != nullptr) {
+      queue::SendQueue& q = *pending_.route->send;
+      const bool other = peer < 0 || peer >= net_.ranks() || &net_.route(peer) != pending_.route;
+      if (other || load<Order::relaxed, Scope::device>(&q.ready) -
+                           load<Order::relaxed, Scope::device>(&q.rung) >=
+                       q.depth / 2) {
+        (void)ring();
+      }
+    }
+    const Ticket ticket = net_.run_command(this_thread, peer, c, pay_fence, post::Doorbell::later);
+    if (ticket.status != Status::ok) {
+      status_ = ticket.status;
+    } else if (ticket.route != nullptr && ticket.route->path == Path::direct) {
+      pending_ = ticket;
+    }
+    return ticket;
+  }
+
+  const NetSet<Paths>& net_;
+  Ticket pending_;
+  Status status_ = Status::ok;
+};
+using Batch = BatchSet<device_paths>;
+
+}  // namespace belfry

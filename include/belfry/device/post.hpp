@@ -1,0 +1,320 @@
+// One operation (queue::Command) turned into WQEs of a send queue. The same code posts for a
+// kernel (direct) and for the CPU (host, proxy, triggered): the paths differ in who calls it.
+#pragma once
+
+#include <cstdint>
+
+#include "belfry/device/device_comm.hpp"
+#include "belfry/queue/command_ring.hpp"
+#include "belfry/queue/send_queue.hpp"
+
+namespace belfry::post {
+
+// The largest piece of one WQE: its length field has 31 bits.
+inline constexpr std::uint64_t max_piece = 1ull << 30;
+// Payloads up to this size ride in the WQE's own block: the NIC then fetches nothing.
+inline constexpr std::uint32_t one_block_inline = 28;
+
+// An operation with its windows resolved for one peer.
+struct Resolved {
+  queue::RemoteBuffer remote{};
+  queue::LocalBuffer local{};
+  queue::RemoteBuffer signal{};
+  Failure failure = Failure::none;
+  std::uint64_t detail = 0;
+};
+
+// The bytes from the first to past the last byte that a strided rectangle touches.
+BELFRY_HOST_DEVICE constexpr std::uint64_t extent(std::uint64_t rows, std::uint64_t row_bytes,
+                                                  std::uint64_t pitch) {
+  return rows == 0 ? 0 : (rows - 1) * pitch + row_bytes;
+}
+
+BELFRY_HOST_DEVICE constexpr bool inside(std::uint64_t offset, std::uint64_t bytes,
+                                         std::uint64_t window_bytes) {
+  return offset <= window_bytes && bytes <= window_bytes - offset;
+}
+
+BELFRY_HOST_DEVICE constexpr bool has_source(queue::Operation operation) {
+  return operation == queue::Operation::put || operation == queue::Operation::put_2d ||
+         operation == queue::Operation::get;
+}
+
+// Checks an operation against the windows and looks up addresses and keys. Nothing is posted
+// when `failure` is set.
+BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::Command& c,
+                                           int peer) {
+  using queue::Operation;
+  Resolved r;
+  auto fail = [&r](Failure failure, std::uint64_t detail) {
+    r.failure = failure;
+    r.detail = detail;
+    return r;
+  };
+  if (peer < 0 || peer >= comm.ranks)
+    return fail(Failure::bad_argument, static_cast<std::uint64_t>(peer));
+  if (c.signal_op != queue::SignalOp::none) {
+    if (c.signal_id >= comm.signal_words) return fail(Failure::bad_argument, c.signal_id);
+    const WindowPeer& control = comm.window_table[control_window].peers[peer];
+    r.signal = {control.address + 8ull * c.signal_id, control.rkey};
+  }
+  if (c.has_counter && c.counter_id >= comm.counters) {
+    return fail(Failure::bad_argument, c.counter_id);
+  }
+  if (c.operation == Operation::signal || c.operation == Operation::none) return r;
+  if (c.dst_window >= comm.windows) return fail(Failure::out_of_window, c.dst_window);
+  const WindowView& dst = comm.window_table[c.dst_window];
+  const std::uint64_t dst_bytes =
+      c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
+  if (dst.valid == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
+    return fail(Failure::out_of_window, c.dst_offset + dst_bytes);
+  }
+  r.remote = {dst.peers[peer].address + c.dst_offset, dst.peers[peer].rkey};
+  if (has_source(c.operation)) {
+    if (c.src_window >= comm.windows) return fail(Failure::out_of_window, c.src_window);
+    const WindowView& src = comm.window_table[c.src_window];
+    const std::uint64_t src_bytes =
+        c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
+    if (src.valid == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
+      return fail(Failure::out_of_window, c.src_offset + src_bytes);
+    }
+    r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.lkey};
+  }
+  const bool atomic = c.operation == Operation::fetch_add ||
+                      c.operation == Operation::compare_swap || c.operation == Operation::swap;
+  if (atomic && c.dst_offset % 8 != 0) return fail(Failure::bad_argument, c.dst_offset);
+  return r;
+}
+
+BELFRY_HOST_DEVICE inline Status report(const DeviceComm& comm, const queue::Command& c, int peer,
+                                        std::uint32_t context, Failure failure,
+                                        std::uint64_t detail) {
+  ErrorRecord record{};
+  record.reason = failure;
+  record.operation = static_cast<std::uint32_t>(c.operation);
+  record.peer = peer;
+  record.context = context;
+  record.detail = detail;
+  raise(comm.scope.error, record);
+  return Status::failed;
+}
+
+// The WQEs of one operation on one queue: how many, how large each is, and how each is built.
+class Sequence {
+ public:
+  BELFRY_HOST_DEVICE Sequence(const queue::SendQueue& queue, const queue::Command& command,
+                              const Resolved& resolved)
+      : queue_(queue), c_(command), r_(resolved) {
+    using queue::Operation;
+    switch (c_.operation) {
+      case Operation::put:
+      case Operation::get: data_ = (c_.bytes + max_piece - 1) / max_piece; break;
+      case Operation::put_2d:
+        // Rows without gaps are one piece of memory.
+        if (c_.dst_pitch == c_.bytes && c_.src_pitch == c_.bytes) {
+          flat_ = true;
+          data_ = (c_.bytes * c_.rows + max_piece - 1) / max_piece;
+        } else {
+          pieces_ = (c_.bytes + max_piece - 1) / max_piece;
+          data_ = pieces_ * c_.rows;
+        }
+        break;
+      case Operation::put_value:
+      case Operation::put_packet:
+      case Operation::fetch_add:
+      case Operation::compare_swap:
+      case Operation::swap: data_ = 1; break;
+      case Operation::signal:
+      case Operation::none: data_ = 0; break;
+    }
+    total_ = data_ + (c_.signal_op != queue::SignalOp::none ? 1 : 0);
+    // Something must complete for the counter to move.
+    if (total_ == 0) total_ = 1;
+  }
+
+  BELFRY_HOST_DEVICE std::uint64_t size() const { return total_; }
+
+  BELFRY_HOST_DEVICE std::uint32_t blocks(std::uint64_t i) const {
+    if (i >= data_) return 1;
+    if (c_.operation == queue::Operation::swap) return queue::swap_blocks;
+    if (c_.operation == queue::Operation::put_packet) {
+      return queue::inline_blocks(static_cast<std::uint32_t>(c_.bytes));
+    }
+    return 1;
+  }
+
+  BELFRY_HOST_DEVICE void build(std::uint64_t i, std::uint64_t index,
+                                queue::Signalled signalled) const {
+    using queue::Operation;
+    if (i >= data_) return build_tail(index, signalled);
+    switch (c_.operation) {
+      case Operation::put:
+      case Operation::get: build_piece(index, c_.bytes, i, 0, 0, signalled); break;
+      case Operation::put_2d:
+        if (flat_) {
+          build_piece(index, c_.bytes * c_.rows, i, 0, 0, signalled);
+        } else {
+          const std::uint64_t row = i / pieces_;
+          build_piece(index, c_.bytes, i % pieces_, row * c_.dst_pitch, row * c_.src_pitch,
+                      signalled);
+        }
+        break;
+      case Operation::put_value:
+        queue::build_write_inline(queue_, index, r_.remote, static_cast<std::uint32_t>(c_.bytes),
+                                  signalled, [&](std::uint32_t word) {
+                                    return static_cast<std::uint32_t>(c_.value >> (32 * word));
+                                  });
+        break;
+      case Operation::put_packet:
+        // A proxy's command carries one or two 8-byte packets.
+        queue::build_write_inline(queue_, index, r_.remote, static_cast<std::uint32_t>(c_.bytes),
+                                  signalled, [&](std::uint32_t word) {
+                                    const std::uint64_t packet =
+                                        word < 2 ? c_.value : c_.signal_value;
+                                    return static_cast<std::uint32_t>(packet >> (32 * (word % 2)));
+                                  });
+        break;
+      case Operation::fetch_add:
+        queue::build_fetch_add(queue_, index, r_.remote, result(), c_.value, signalled);
+        break;
+      case Operation::compare_swap:
+        queue::build_compare_swap(queue_, index, r_.remote, result(), c_.signal_value, c_.value,
+                                  signalled);
+        break;
+      case Operation::swap:
+        queue::build_swap(queue_, index, r_.remote, result(), c_.value, signalled);
+        break;
+      case Operation::signal:
+      case Operation::none: break;
+    }
+  }
+
+ private:
+  BELFRY_HOST_DEVICE queue::LocalBuffer result() const {
+    return queue::result_buffer(queue_, c_.result_slot);
+  }
+
+  BELFRY_HOST_DEVICE void build_piece(std::uint64_t index, std::uint64_t bytes, std::uint64_t piece,
+                                      std::uint64_t dst_skip, std::uint64_t src_skip,
+                                      queue::Signalled signalled) const {
+    const std::uint64_t begin = piece * max_piece;
+    const auto length =
+        static_cast<std::uint32_t>(bytes - begin < max_piece ? bytes - begin : max_piece);
+    const queue::RemoteBuffer remote{r_.remote.address + dst_skip + begin, r_.remote.rkey};
+    const queue::LocalBuffer local{r_.local.address + src_skip + begin, r_.local.lkey};
+    const auto* source = reinterpret_cast<const std::uint32_t*>(local.address);
+    if (c_.operation != queue::Operation::get && length <= one_block_inline && length % 4 == 0 &&
+        local.address % 4 == 0) {
+      queue::build_write_inline(queue_, index, remote, length, signalled,
+                                [source](std::uint32_t word) { return source[word]; });
+    } else {
+      queue::build_transfer(queue_, index,
+                            c_.operation == queue::Operation::get ? mlx5::Opcode::rdma_read
+                                                                  : mlx5::Opcode::rdma_write,
+                            remote, local, length, signalled);
+    }
+  }
+
+  // What follows the data: the signal, or a NOP when there is nothing else to complete.
+  BELFRY_HOST_DEVICE void build_tail(std::uint64_t index, queue::Signalled signalled) const {
+    if (c_.signal_op == queue::SignalOp::add) {
+      // The value that the signal had is of no interest: slot 0 is kept for such results.
+      queue::build_fetch_add(queue_, index, r_.signal, queue::result_buffer(queue_, 0),
+                             c_.signal_value, signalled);
+    } else if (c_.signal_op == queue::SignalOp::set) {
+      queue::build_write_inline(queue_, index, r_.signal, 8, signalled, [&](std::uint32_t word) {
+        return static_cast<std::uint32_t>(c_.signal_value >> (32 * word));
+      });
+    } else {
+      queue::build_nop(queue_, index, signalled);
+    }
+  }
+
+  const queue::SendQueue& queue_;
+  const queue::Command& c_;
+  const Resolved& r_;
+  std::uint64_t data_ = 0;
+  std::uint64_t total_ = 0;
+  std::uint64_t pieces_ = 1;
+  bool flat_ = false;
+};
+
+// When a batch rings: at its end, not at every operation.
+enum class Doorbell : bool { later = false, now = true };
+
+namespace detail {
+
+// Builds, publishes and, if asked, announces the WQEs [begin, stop) of a sequence in the blocks
+// reserved at `first`.
+BELFRY_HOST_DEVICE inline Status publish(queue::SendQueue& q, const queue::Command& c,
+                                         const Sequence& sequence, std::uint64_t begin,
+                                         std::uint64_t stop, std::uint64_t first, Doorbell doorbell,
+                                         const WaitScope& scope, std::uint64_t& end) {
+  std::uint64_t index = first;
+  for (std::uint64_t i = begin; i < stop; ++i) {
+    sequence.build(i, index, i + 1 == stop ? queue::Signalled::yes : queue::Signalled::no);
+    if (c.has_counter && i + 1 == sequence.size()) queue::attach_counter(q, index, c.counter_id);
+    index += sequence.blocks(i);
+  }
+  end = index;
+  const auto blocks = static_cast<std::uint32_t>(index - first);
+  const Status status = queue::make_ready(q, first, blocks, scope);
+  if (status != Status::ok) return status;
+  // What is not the operation's end must be rung, or the rest would wait for its slots for ever.
+  if (doorbell == Doorbell::later && stop == sequence.size()) return Status::ok;
+  return queue::ring(q, end, scope);
+}
+
+// How many WQEs from `begin` fit in `room` blocks, and how many blocks they take.
+BELFRY_HOST_DEVICE inline std::uint64_t fitting(const Sequence& sequence, std::uint64_t begin,
+                                                std::uint64_t room, std::uint32_t& blocks) {
+  std::uint64_t stop = begin;
+  blocks = 0;
+  while (stop < sequence.size() && blocks + sequence.blocks(stop) <= room) {
+    blocks += sequence.blocks(stop++);
+  }
+  return stop;
+}
+
+}  // namespace detail
+
+// Posts one operation; what does not fit in the queue at once goes in several reservations, each
+// with its own doorbell. On return `end` is the block index that completes the operation. Any
+// thread; waits for queue space under `scope`.
+BELFRY_HOST_DEVICE inline Status submit(queue::SendQueue& q, const queue::Command& c,
+                                        const Resolved& resolved, Doorbell doorbell,
+                                        const WaitScope& scope, std::uint64_t& end) {
+  const Sequence sequence(q, c, resolved);
+  for (std::uint64_t done = 0; done < sequence.size();) {
+    std::uint32_t blocks = 0;
+    const std::uint64_t stop = detail::fitting(sequence, done, q.depth, blocks);
+    std::uint64_t first = 0;
+    Status status = queue::reserve(q, blocks, scope, first);
+    if (status != Status::ok) return status;
+    status = detail::publish(q, c, sequence, done, stop, first, doorbell, scope, end);
+    if (status != Status::ok) return status;
+    done = stop;
+  }
+  return Status::ok;
+}
+
+// As submit(), for the queue's only poster, who must not wait (a proxy): posts what fits now and
+// moves `done` on, from 0 to the value at which true is returned: all of it is posted.
+BELFRY_HOST_DEVICE inline bool submit_some(queue::SendQueue& q, const queue::Command& c,
+                                           const Resolved& resolved, Doorbell doorbell,
+                                           std::uint64_t& done, std::uint64_t& end) {
+  const Sequence sequence(q, c, resolved);
+  const std::uint64_t room =
+      q.depth - (q.reserved - load<Order::acquire, Scope::device>(&q.completed));
+  std::uint32_t blocks = 0;
+  const std::uint64_t stop = detail::fitting(sequence, done, room, blocks);
+  std::uint64_t first = 0;
+  if (stop == done || !queue::try_reserve(q, blocks, first)) return false;
+  // The only poster never waits for its turn or for the doorbell.
+  const WaitScope scope{};
+  detail::publish(q, c, sequence, done, stop, first, doorbell, scope, end);
+  done = stop;
+  return done == sequence.size();
+}
+
+}  // namespace belfry::post
