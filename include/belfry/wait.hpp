@@ -10,7 +10,7 @@
 namespace belfry {
 
 // Why an operation failed, as numbered in ErrorRecord::reason.
-enum class Failure : std::uint32_t {
+enum class ErrorReason : std::uint32_t {
   none = 0,
   completion = 1,        // an error completion; `syndrome` says which
   out_of_window = 2,     // an access past a window's end, or an unknown window
@@ -21,16 +21,16 @@ enum class Failure : std::uint32_t {
   trigger_order = 7,     // a prepared request was fired out of order
 };
 
-BELFRY_HOST_DEVICE constexpr const char* to_string(Failure failure) {
+BELFRY_HOST_DEVICE constexpr const char* to_string(ErrorReason failure) {
   switch (failure) {
-    case Failure::none: return "none";
-    case Failure::completion: return "error completion";
-    case Failure::out_of_window: return "access outside a window";
-    case Failure::bad_argument: return "argument out of range";
-    case Failure::unsupported: return "operation not possible on this path";
-    case Failure::version_mismatch: return "kernel built against another device_comm version";
-    case Failure::peer_lost: return "peer lost";
-    case Failure::trigger_order: return "prepared request fired out of order";
+    case ErrorReason::none: return "none";
+    case ErrorReason::completion: return "error completion";
+    case ErrorReason::out_of_window: return "access outside a window";
+    case ErrorReason::bad_argument: return "argument out of range";
+    case ErrorReason::unsupported: return "operation not possible on this path";
+    case ErrorReason::version_mismatch: return "kernel built against another device_comm version";
+    case ErrorReason::peer_lost: return "peer lost";
+    case ErrorReason::trigger_order: return "prepared request fired out of order";
   }
   return "unknown";
 }
@@ -39,7 +39,7 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(Failure failure) {
 // until the communicator is rebuilt. Lies where device and host both read it.
 struct alignas(64) ErrorRecord {
   std::uint32_t state;  // 0 none, 1 being written, 2 complete
-  Failure reason;
+  ErrorReason reason;
   std::uint32_t operation;  // queue::Operation
   std::int32_t peer;        // rank, -1 when none
   std::uint32_t context;

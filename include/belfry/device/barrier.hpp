@@ -41,7 +41,7 @@ class BarrierSet {
     const DeviceComm& comm = net_.comm();
     if (index_ >= comm.barriers) {
       queue::Command c;
-      return post::report(comm, c, -1, 0, Failure::bad_argument, index_);
+      return post::report(comm, c, -1, 0, ErrorReason::bad_argument, index_);
     }
     const TeamView& team = comm.teams[static_cast<std::uint32_t>(team_)];
     std::uint64_t& epoch =

@@ -67,12 +67,13 @@ struct WindowView {
   std::uint32_t valid;
 };
 
-// How a context reaches a peer.
+// How a context reaches a peer. Where memory is load/store accessible that is used (`lsa`), and
+// the NIC only for windows that are not mapped.
 struct Route {
-  Path path;
-  std::uint32_t reserved;
-  queue::SendQueue* send;    // path direct and triggered
-  queue::CommandRing* ring;  // path proxy
+  std::uint32_t lsa;         // 1: by loads and stores, where the window allows it
+  Path nic;                  // otherwise, or none
+  queue::SendQueue* send;    // nic is direct
+  queue::CommandRing* ring;  // nic is proxy
 };
 
 // A group of ranks. `ranks[i]` is the world rank of member i; `rank` is the caller's index.

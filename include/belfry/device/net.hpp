@@ -102,13 +102,13 @@ class NetSet {
     usable_ = comm.magic == device_comm_magic && comm.version == device_comm_version &&
               comm.struct_bytes == sizeof(DeviceComm);
     if (!usable_) {
-      refuse(Failure::version_mismatch, queue::Operation::none, -1,
+      refuse(ErrorReason::version_mismatch, queue::Operation::none, -1,
              (static_cast<std::uint64_t>(comm.version) << 32) | comm.struct_bytes);
       return;
     }
     if (context >= comm.contexts) {
       usable_ = false;
-      refuse(Failure::bad_argument, queue::Operation::none, -1, context);
+      refuse(ErrorReason::bad_argument, queue::Operation::none, -1, context);
       return;
     }
     // Lets the other ranks know that this one is in a kernel: their deadlines start now.
@@ -218,7 +218,7 @@ class NetSet {
       return status;
     }
     if constexpr (Paths.has(Path::direct)) {
-      if (ticket.route->path == Path::direct) {
+      if (ticket.route->nic == Path::direct) {
         queue::SendQueue& q = *ticket.route->send;
         value = q.results[ticket.slot];
         queue::release_result(q, ticket.slot);
@@ -226,7 +226,7 @@ class NetSet {
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (ticket.route->path == Path::proxy) {
+      if (ticket.route->nic == Path::proxy) {
         queue::CommandRing& ring = *ticket.route->ring;
         value = ring.results[ticket.slot];
         queue::release_result(ring, ticket.slot);
@@ -260,7 +260,7 @@ class NetSet {
     if (group.leader()) {
       status = !usable_ ? Status::failed
                : id >= comm_.signals
-                   ? refuse(Failure::bad_argument, queue::Operation::signal, -1, id)
+                   ? refuse(ErrorReason::bad_argument, queue::Operation::signal, -1, id)
                    : wait_word("signal", id, comm_.local_signals + id, at_least);
     }
     return group.broadcast(status);
@@ -269,7 +269,7 @@ class NetSet {
   // The value now; acquire.
   BELFRY_DEVICE std::uint64_t read_signal(std::uint32_t id) const {
     if (!usable_ || id >= comm_.signals) {
-      refuse(Failure::bad_argument, queue::Operation::signal, -1, id);
+      refuse(ErrorReason::bad_argument, queue::Operation::signal, -1, id);
       return 0;
     }
     return load<Order::acquire, Scope::system>(comm_.local_signals + id);
@@ -282,7 +282,7 @@ class NetSet {
     Status status = Status::ok;
     if (group.leader()) {
       if (!usable_ || id >= comm_.counters) {
-        status = refuse(Failure::bad_argument, queue::Operation::none, -1, id);
+        status = refuse(ErrorReason::bad_argument, queue::Operation::none, -1, id);
       } else {
         const std::uint64_t* word = comm_.local_counters + id;
         status = wait_until(comm_.scope, "counter", id, -1, at_least, word, [&] {
@@ -297,7 +297,7 @@ class NetSet {
 
   BELFRY_DEVICE std::uint64_t read_counter(std::uint32_t id) const {
     if (!usable_ || id >= comm_.counters) {
-      refuse(Failure::bad_argument, queue::Operation::none, -1, id);
+      refuse(ErrorReason::bad_argument, queue::Operation::none, -1, id);
       return 0;
     }
     poll_queues();
@@ -342,17 +342,17 @@ class NetSet {
       return ticket;
     }
     const post::Resolved resolved = post::resolve(comm_, c, peer);
-    if (resolved.failure != Failure::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
+    if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
         src.offset % 4 != 0) {
-      ticket.status =
-          refuse(resolved.failure != Failure::none ? resolved.failure : Failure::bad_argument,
-                 c.operation, peer, resolved.failure != Failure::none ? resolved.detail : bytes);
+      ticket.status = refuse(
+          resolved.failure != ErrorReason::none ? resolved.failure : ErrorReason::bad_argument,
+          c.operation, peer, resolved.failure != ErrorReason::none ? resolved.detail : bytes);
       return ticket;
     }
     const void* source = local_ptr(src.window, src.offset);
     if (source == nullptr ||
         !post::inside(src.offset, bytes, comm_.window_table[src.window].bytes)) {
-      ticket.status = refuse(Failure::out_of_window, c.operation, peer, src.offset + bytes);
+      ticket.status = refuse(ErrorReason::out_of_window, c.operation, peer, src.offset + bytes);
       return ticket;
     }
     const auto* words = static_cast<const std::uint32_t*>(source);
@@ -377,7 +377,7 @@ class NetSet {
     const auto* in = static_cast<const std::uint64_t*>(local_ptr(src.window, src.offset));
     if (in == nullptr || bytes % 4 != 0 || src.offset % 8 != 0 ||
         !post::inside(src.offset, packet_bytes(bytes), comm_.window_table[src.window].bytes)) {
-      return refuse(Failure::out_of_window, queue::Operation::put_packet, -1, src.offset);
+      return refuse(ErrorReason::out_of_window, queue::Operation::put_packet, -1, src.offset);
     }
     auto* out = static_cast<std::uint32_t*>(dst);
     for (std::uint64_t i = group.rank(); i < bytes / 4 && status == Status::ok; i += group.size()) {
@@ -411,7 +411,7 @@ class NetSet {
     queue::SendQueue& q = *trigger.send;
     if (reached(load<Order::relaxed, Scope::device>(&q.rung), trigger.end)) {
       ErrorRecord failure{};
-      failure.reason = Failure::trigger_order;
+      failure.reason = ErrorReason::trigger_order;
       failure.peer = trigger.peer;
       failure.queue = q.qpn;
       failure.index = trigger.first;
@@ -456,7 +456,7 @@ class NetSet {
     c.src_offset = src.offset;
   }
 
-  BELFRY_DEVICE Status refuse(Failure failure, queue::Operation operation, int peer,
+  BELFRY_DEVICE Status refuse(ErrorReason failure, queue::Operation operation, int peer,
                               std::uint64_t detail) const {
     queue::Command c;
     c.operation = operation;
@@ -469,7 +469,7 @@ class NetSet {
 
   BELFRY_DEVICE std::byte* lsa_base(int peer, std::uint32_t window) const {
     if constexpr (Paths.has(Path::lsa)) {
-      if (route(peer).path == Path::lsa) return comm_.window_table[window].peers[peer].lsa;
+      if (route(peer).lsa != 0) return comm_.window_table[window].peers[peer].lsa;
     }
     return nullptr;
   }
@@ -505,31 +505,30 @@ class NetSet {
     if constexpr (Paths.has(Path::direct)) {
       for (int peer = 0; peer < comm_.ranks; ++peer) {
         const Route& r = route(peer);
-        if (r.path == Path::direct) queue::poll(*r.send);
+        if (r.nic == Path::direct) queue::poll(*r.send);
       }
     }
   }
 
   BELFRY_DEVICE Status wait_end(const Route& r, std::uint64_t end) const {
     if constexpr (Paths.has(Path::direct)) {
-      if (r.path == Path::direct) return queue::wait_complete(*r.send, end, comm_.scope);
+      if (r.nic == Path::direct) return queue::wait_complete(*r.send, end, comm_.scope);
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (r.path == Path::proxy) return queue::wait_complete(*r.ring, end, comm_.scope);
+      if (r.nic == Path::proxy) return queue::wait_complete(*r.ring, end, comm_.scope);
     }
     return Status::ok;
   }
 
   // Everything posted so far to one peer on this context.
-  BELFRY_DEVICE Status drain_peer(int peer) const {
-    const Route& r = route(peer);
+  BELFRY_DEVICE Status drain_peer(const Route& r) const {
     if constexpr (Paths.has(Path::direct)) {
-      if (r.path == Path::direct) {
+      if (r.nic == Path::direct) {
         return wait_end(r, load<Order::acquire, Scope::device>(&r.send->ready));
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (r.path == Path::proxy) {
+      if (r.nic == Path::proxy) {
         return wait_end(r, load<Order::acquire, Scope::device>(&r.ring->head));
       }
     }
@@ -544,12 +543,12 @@ class NetSet {
       if (!usable_) {
         status = Status::failed;
       } else if (peer == all_peers) {
-        for (int p = 0; p < comm_.ranks && status == Status::ok; ++p) status = drain_peer(p);
+        for (int p = 0; p < comm_.ranks && status == Status::ok; ++p) status = drain_peer(route(p));
       } else if (peer < 0 || peer >= comm_.ranks) {
-        status = refuse(Failure::bad_argument, queue::Operation::none, peer,
+        status = refuse(ErrorReason::bad_argument, queue::Operation::none, peer,
                         static_cast<std::uint64_t>(peer));
       } else {
-        status = drain_peer(peer);
+        status = drain_peer(route(peer));
       }
       // lsa: the stores are done; make them ordered before whatever tells the peer.
       if constexpr (Paths.has(Path::lsa)) fence<Order::acq_rel, Scope::system>();
@@ -563,7 +562,7 @@ class NetSet {
   }
   BELFRY_DEVICE Ticket refused(const queue::Command& c, int peer) const {
     Ticket ticket;
-    ticket.status = refuse(Failure::bad_argument, c.operation, peer, c.signal_id);
+    ticket.status = refuse(ErrorReason::bad_argument, c.operation, peer, c.signal_id);
     return ticket;
   }
 
@@ -585,23 +584,23 @@ class NetSet {
       return ticket;
     }
     const post::Resolved resolved = post::resolve(comm_, c, peer);
-    if (resolved.failure != Failure::none) {
+    if (resolved.failure != ErrorReason::none) {
       ticket.status = refuse(resolved.failure, c.operation, peer, resolved.detail);
       return ticket;
     }
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
-      if (r.path == Path::lsa) {
+      if (by_stores(r, peer, c)) {
         if constexpr (std::is_same_v<Group, EachLane>) {
-          store_directly(this_thread, peer, c, resolved);
+          ticket.status = store_directly(this_thread, r, peer, c, resolved);
         } else {
-          store_directly(group, peer, c, resolved);
+          ticket.status = store_directly(group, r, peer, c, resolved);
         }
         return ticket;
       }
     }
     if constexpr (Paths.has(Path::direct)) {
-      if (r.path == Path::direct) {
+      if (r.nic == Path::direct) {
         if constexpr (std::is_same_v<Group, EachLane>) {
           return post_lanes(r, c, resolved, doorbell);
         } else {
@@ -613,7 +612,7 @@ class NetSet {
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (r.path == Path::proxy) {
+      if (r.nic == Path::proxy) {
         if constexpr (std::is_same_v<Group, EachLane>) {
           return push_lanes(r, c, pay_fence);
         } else {
@@ -624,7 +623,7 @@ class NetSet {
       }
     }
     ticket.status =
-        refuse(Failure::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.path));
+        refuse(ErrorReason::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.nic));
     return ticket;
   }
 
@@ -744,9 +743,17 @@ class NetSet {
 
   // ---- lsa ----
 
+  BELFRY_DEVICE bool by_stores(const Route& r, int peer, const queue::Command& c) const {
+    if (r.lsa == 0) return false;
+    const bool control =
+        c.operation == queue::Operation::signal || c.operation == queue::Operation::none;
+    return comm_.window_table[control ? control_window : c.dst_window].peers[peer].lsa != nullptr;
+  }
+
   template <class Group>
-  BELFRY_DEVICE void store_directly(const Group& group, int peer, const queue::Command& c,
-                                    const post::Resolved& resolved) const {
+  BELFRY_DEVICE Status store_directly(const Group& group, const Route& r, int peer,
+                                      const queue::Command& c,
+                                      const post::Resolved& resolved) const {
     using queue::Operation;
     std::byte* remote = lsa_base(peer, c.dst_window);
     auto* local = reinterpret_cast<std::byte*>(resolved.local.address);
@@ -772,8 +779,18 @@ class NetSet {
     }
     // Every member's stores happen before the leader's signal.
     group.sync();
-    if (!group.leader()) return;
+    Status status = Status::ok;
+    if (group.leader()) status = signal_directly(r, peer, c);
+    return group.broadcast(status);
+  }
+
+  BELFRY_DEVICE Status signal_directly(const Route& r, int peer, const queue::Command& c) const {
     if (c.signal_op != queue::SignalOp::none) {
+      // A strong signal also follows puts to windows that only the NIC reaches.
+      if (!c.weak) {
+        const Status status = drain_peer(r);
+        if (status != Status::ok) return status;
+      }
       auto* word = reinterpret_cast<std::uint64_t*>(
           comm_.window_table[control_window].peers[peer].lsa + 8ull * c.signal_id);
       // Release at system scope, cumulative over the group's stores through the barrier.
@@ -786,6 +803,7 @@ class NetSet {
     if (c.has_counter) {
       belfry::fetch_add<Order::release, Scope::system>(comm_.local_counters + c.counter_id, 1u);
     }
+    return Status::ok;
   }
 
   BELFRY_DEVICE static void store_value(std::byte* to, const queue::Command& c) {
@@ -815,7 +833,7 @@ class NetSet {
       return ticket;
     }
     const post::Resolved resolved = post::resolve(comm_, c, peer);
-    if (resolved.failure != Failure::none) {
+    if (resolved.failure != ErrorReason::none) {
       ticket.status = refuse(resolved.failure, operation, peer, resolved.detail);
       return ticket;
     }
@@ -823,14 +841,14 @@ class NetSet {
     c.signal_value = compare;
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
-      if (r.path == Path::lsa) {
+      if (by_stores(r, peer, c)) {
         auto* target = reinterpret_cast<std::uint64_t*>(lsa_base(peer, word.window) + word.offset);
         ticket.value = atomic_directly(operation, target, value, compare);
         return ticket;
       }
     }
     if constexpr (Paths.has(Path::direct)) {
-      if (r.path == Path::direct) {
+      if (r.nic == Path::direct) {
         ticket.status = queue::acquire_result(*r.send, comm_.scope, c.result_slot);
         if (ticket.status != Status::ok) return ticket;
         ticket = post_one(r, c, resolved, post::Doorbell::now);
@@ -839,7 +857,7 @@ class NetSet {
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (r.path == Path::proxy) {
+      if (r.nic == Path::proxy) {
         ticket.status = queue::acquire_result(*r.ring, comm_.scope, c.result_slot);
         if (ticket.status != Status::ok) return ticket;
         ticket = push_one(r, c, false);
@@ -847,7 +865,7 @@ class NetSet {
       }
     }
     ticket.status =
-        refuse(Failure::unsupported, operation, peer, static_cast<std::uint64_t>(r.path));
+        refuse(ErrorReason::unsupported, operation, peer, static_cast<std::uint64_t>(r.nic));
     return ticket;
   }
 
@@ -875,7 +893,7 @@ class NetSet {
     Ticket ticket;
     ticket.route = &r;
     if constexpr (Paths.has(Path::direct)) {
-      if (r.path == Path::direct) {
+      if (r.nic == Path::direct) {
         queue::SendQueue& q = *r.send;
         const std::uint64_t most = q.max_inline / 8;
         for (std::uint64_t at = 0; at < count && ticket.status == Status::ok; at += most) {
@@ -899,7 +917,7 @@ class NetSet {
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (r.path == Path::proxy) {
+      if (r.nic == Path::proxy) {
         const std::uint64_t start = c.dst_offset;
         for (std::uint64_t at = 0; at < count && ticket.status == Status::ok; at += 2) {
           const bool two = at + 1 < count;
@@ -915,7 +933,7 @@ class NetSet {
       }
     }
     ticket.status =
-        refuse(Failure::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.path));
+        refuse(ErrorReason::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.nic));
     return ticket;
   }
 
@@ -988,7 +1006,7 @@ class BatchSet {
     const Ticket ticket = net_.run_command(this_thread, peer, c, pay_fence, post::Doorbell::later);
     if (ticket.status != Status::ok) {
       status_ = ticket.status;
-    } else if (ticket.route != nullptr && ticket.route->path == Path::direct) {
+    } else if (ticket.route != nullptr && ticket.route->nic == Path::direct) {
       pending_ = ticket;
     }
     return ticket;

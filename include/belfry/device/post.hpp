@@ -20,7 +20,7 @@ struct Resolved {
   queue::RemoteBuffer remote{};
   queue::LocalBuffer local{};
   queue::RemoteBuffer signal{};
-  Failure failure = Failure::none;
+  ErrorReason failure = ErrorReason::none;
   std::uint64_t detail = 0;
 };
 
@@ -46,48 +46,48 @@ BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::
                                            int peer) {
   using queue::Operation;
   Resolved r;
-  auto fail = [&r](Failure failure, std::uint64_t detail) {
+  auto fail = [&r](ErrorReason failure, std::uint64_t detail) {
     r.failure = failure;
     r.detail = detail;
     return r;
   };
   if (peer < 0 || peer >= comm.ranks)
-    return fail(Failure::bad_argument, static_cast<std::uint64_t>(peer));
+    return fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
   if (c.signal_op != queue::SignalOp::none) {
-    if (c.signal_id >= comm.signal_words) return fail(Failure::bad_argument, c.signal_id);
+    if (c.signal_id >= comm.signal_words) return fail(ErrorReason::bad_argument, c.signal_id);
     const WindowPeer& control = comm.window_table[control_window].peers[peer];
     r.signal = {control.address + 8ull * c.signal_id, control.rkey};
   }
   if (c.has_counter && c.counter_id >= comm.counters) {
-    return fail(Failure::bad_argument, c.counter_id);
+    return fail(ErrorReason::bad_argument, c.counter_id);
   }
   if (c.operation == Operation::signal || c.operation == Operation::none) return r;
-  if (c.dst_window >= comm.windows) return fail(Failure::out_of_window, c.dst_window);
+  if (c.dst_window >= comm.windows) return fail(ErrorReason::out_of_window, c.dst_window);
   const WindowView& dst = comm.window_table[c.dst_window];
   const std::uint64_t dst_bytes =
       c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
   if (dst.valid == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
-    return fail(Failure::out_of_window, c.dst_offset + dst_bytes);
+    return fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
   }
   r.remote = {dst.peers[peer].address + c.dst_offset, dst.peers[peer].rkey};
   if (has_source(c.operation)) {
-    if (c.src_window >= comm.windows) return fail(Failure::out_of_window, c.src_window);
+    if (c.src_window >= comm.windows) return fail(ErrorReason::out_of_window, c.src_window);
     const WindowView& src = comm.window_table[c.src_window];
     const std::uint64_t src_bytes =
         c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
     if (src.valid == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
-      return fail(Failure::out_of_window, c.src_offset + src_bytes);
+      return fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
     }
     r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.lkey};
   }
   const bool atomic = c.operation == Operation::fetch_add ||
                       c.operation == Operation::compare_swap || c.operation == Operation::swap;
-  if (atomic && c.dst_offset % 8 != 0) return fail(Failure::bad_argument, c.dst_offset);
+  if (atomic && c.dst_offset % 8 != 0) return fail(ErrorReason::bad_argument, c.dst_offset);
   return r;
 }
 
 BELFRY_HOST_DEVICE inline Status report(const DeviceComm& comm, const queue::Command& c, int peer,
-                                        std::uint32_t context, Failure failure,
+                                        std::uint32_t context, ErrorReason failure,
                                         std::uint64_t detail) {
   ErrorRecord record{};
   record.reason = failure;

@@ -162,7 +162,7 @@ BELFRY_HOST_DEVICE inline Status reserve(CommandRing& ring, std::uint32_t count,
                                          const WaitScope& scope, std::uint64_t& first) {
   if (count > ring.depth) {
     ErrorRecord failure{};
-    failure.reason = Failure::bad_argument;
+    failure.reason = ErrorReason::bad_argument;
     failure.peer = ring.peer;
     failure.detail = count;
     raise(scope.error, failure);

@@ -116,7 +116,7 @@ BELFRY_HOST_DEVICE inline BadCqe read_error(const mlx5::Cqe& cqe, std::uint64_t 
 
 BELFRY_HOST_DEVICE inline void report_error(SendQueue& queue, const BadCqe& bad) {
   ErrorRecord failure{};
-  failure.reason = Failure::completion;
+  failure.reason = ErrorReason::completion;
   failure.operation = static_cast<std::uint32_t>(operation_of(bad.opcode));
   failure.peer = queue.peer;
   failure.context = queue.context;
@@ -315,7 +315,7 @@ BELFRY_HOST_DEVICE inline Status reserve(SendQueue& queue, std::uint32_t blocks,
                                          const WaitScope& scope, std::uint64_t& first) {
   if (blocks > queue.depth) {
     ErrorRecord failure{};
-    failure.reason = Failure::bad_argument;
+    failure.reason = ErrorReason::bad_argument;
     failure.peer = queue.peer;
     failure.context = queue.context;
     failure.queue = queue.qpn;
