@@ -59,8 +59,12 @@ std::uint64_t now_ns();
 // handlers do not swallow it.
 struct Killed {};
 
-// What the calling thread waits for, for deadlock reports and `belfry doctor`. Points into the
-// waiter's stack: alive for as long as the Waiting object that names it.
+// Identifies the interleaving of a seeded run since configure(): equal for equal seeds and equal
+// programs. 0 when nothing ran, and in the other modes of no meaning.
+std::uint64_t trace_hash();
+
+// What the calling thread waits for, for deadlock reports and `belfry doctor`. What `word` points
+// to stays alive for as long as the Waiting object made of the note.
 struct WaitNote {
   const char* what = "";                // "signal", "counter", "completion", "queue space", ...
   std::uint64_t id = 0;                 // the signal's, counter's or queue's number
@@ -70,6 +74,7 @@ struct WaitNote {
 };
 
 // While alive, the calling fiber is known to wait as `note` says. Does nothing outside a fiber.
+// Stands around a waiting loop, not inside it: a wait that begins or ends counts as progress.
 class Waiting {
  public:
   explicit Waiting(const WaitNote& note);
@@ -78,6 +83,7 @@ class Waiting {
   Waiting& operator=(const Waiting&) = delete;
 
  private:
+  WaitNote note_;
   const WaitNote* previous_;
 };
 
