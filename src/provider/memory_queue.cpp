@@ -1,0 +1,93 @@
+// Lays out a send queue's parts in one piece of memory, each on cache lines of its own.
+#include "provider/memory_queue.hpp"
+
+#include <cstring>
+#include <new>
+
+namespace belfry::provider {
+namespace {
+
+constexpr std::size_t page = 4096;
+
+// Hands out aligned pieces; a first pass with no memory measures.
+class Layout {
+ public:
+  explicit Layout(std::byte* base) : base_(base) {}
+  template <class T>
+  T* take(std::size_t count, std::size_t alignment = 64) {
+    at_ = (at_ + alignment - 1) / alignment * alignment;
+    auto* piece = base_ == nullptr ? nullptr : reinterpret_cast<T*>(base_ + at_);
+    at_ += count * sizeof(T);
+    return piece;
+  }
+  std::size_t bytes() const { return (at_ + page - 1) / page * page; }
+
+ private:
+  std::byte* base_;
+  std::size_t at_ = 0;
+};
+
+queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config) {
+  const std::uint32_t cq_depth = config.collapsed ? 1 : config.depth;
+  auto* ring = layout.take<mlx5::WqeBlock>(config.depth, page);
+  auto* cqes = layout.take<mlx5::Cqe>(cq_depth);
+  auto* record = layout.take<mlx5::DoorbellRecord>(1);
+  auto* cq_record = layout.take<mlx5::CqDoorbellRecord>(1);
+  auto* doorbell = layout.take<std::uint64_t>(1);
+  auto* slot_counters = layout.take<std::uint32_t>(config.depth);
+  auto* results = layout.take<std::uint64_t>(config.result_slots);
+  auto* result_busy = layout.take<std::uint32_t>(config.result_slots);
+  auto* send = layout.take<queue::SendQueue>(1);
+  if (send == nullptr) return nullptr;
+  send->ring = ring;
+  send->cqes = cqes;
+  send->record = record;
+  send->cq_record = cq_record;
+  send->doorbell = doorbell;
+  send->slot_counters = slot_counters;
+  send->results = results;
+  send->result_busy = result_busy;
+  send->counters = config.counters;
+  send->error = config.error;
+  send->depth = config.depth;
+  send->cq_depth = cq_depth;
+  send->collapsed = config.collapsed ? 1 : 0;
+  send->result_slots = config.result_slots;
+  send->max_inline = config.max_inline;
+  send->context = config.context;
+  send->peer = config.peer;
+  return send;
+}
+
+}  // namespace
+
+MemoryQueue::MemoryQueue(const QueueConfig& config) {
+  Layout measure(nullptr);
+  lay_out(measure, config);
+  auto* memory = static_cast<std::byte*>(std::aligned_alloc(page, measure.bytes()));
+  if (memory == nullptr) throw std::bad_alloc();
+  memory_.reset(memory);
+  std::memset(memory, 0, measure.bytes());
+  Layout layout(memory);
+  send_ = lay_out(layout, config);
+  queue::initialise(*send_, config.first_index);
+  // The record says where the NIC starts.
+  send_->record->send = mlx5::be32(static_cast<std::uint32_t>(config.first_index) & 0xffff);
+}
+
+bool MemoryQueue::post(const queue::Command& command, const post::Resolved& resolved,
+                       std::uint64_t& done, std::uint64_t& end) {
+  return post::submit_some(*send_, command, resolved, post::Doorbell::later, done, end);
+}
+
+void MemoryQueue::ring() {
+  queue::try_ring(*send_, load<Order::relaxed, Scope::device>(&send_->ready));
+}
+
+void MemoryQueue::poll() { queue::poll(*send_); }
+
+bool MemoryQueue::complete(std::uint64_t end) {
+  return reached(load<Order::acquire, Scope::device>(&send_->completed), end);
+}
+
+}  // namespace belfry::provider

@@ -1,0 +1,109 @@
+// What owns a NIC: registration, queues, and how ranks name each other's. A provider that lets
+// others drive its queues hands out a send queue in memory; one that does not posts by a call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "belfry/device/post.hpp"
+#include "belfry/queue/send_queue.hpp"
+#include "memory/shared_segment.hpp"
+#include "softnic/types.hpp"
+
+namespace belfry::provider {
+
+using Blob = std::vector<std::byte>;
+
+struct Registration {
+  std::uint32_t lkey = 0;
+  std::uint32_t rkey = 0;
+  std::uint64_t address = 0;  // by which peers name the first byte
+};
+
+struct QueueConfig {
+  std::uint32_t context = 0;
+  std::int32_t peer = 0;
+  std::uint32_t depth = 128;  // blocks, a power of two
+  bool collapsed = true;
+  std::uint64_t first_index = 0;  // where the indices start: tests set it near a wrap
+  std::uint32_t result_slots = 64;
+  std::uint32_t max_inline = 220;
+  std::uint64_t* counters = nullptr;  // what counter_inc bumps
+  ErrorRecord* error = nullptr;
+};
+
+// One connection to one peer. The calls that post and poll are for the CPU and never wait; one
+// thread at a time.
+class Queue {
+ public:
+  virtual ~Queue() = default;
+
+  // By which the peer's queue is connected to this one.
+  virtual Blob address() const = 0;
+  // Both sides connect, then meet in a barrier before either posts. Throws belfry::Error.
+  virtual void connect(std::span<const std::byte> remote_device,
+                       std::span<const std::byte> remote_queue) = 0;
+
+  // The queue in memory for whoever drives it in place of the CPU; nullptr when there is none.
+  virtual queue::SendQueue* send_queue() = 0;
+
+  // Posts what fits now of one operation; `done` is its progress, 0 at first. True when all of it
+  // is posted: `end` then completes it. False: again later, nothing is lost.
+  virtual bool post(const queue::Command& command, const post::Resolved& resolved,
+                    std::uint64_t& done, std::uint64_t& end) = 0;
+  // Announces what post() has built.
+  virtual void ring() = 0;
+  // Takes in completions: bumps counters, fills the error record.
+  virtual void poll() = 0;
+  virtual bool complete(std::uint64_t end) = 0;
+  // Where result slot `slot` of a fetching atomic lies.
+  virtual std::uint64_t* results() = 0;
+};
+
+struct Options {
+  std::string label;  // "rank 3", for reports
+  std::uint64_t seed = 1;
+  bool strict = true;
+  bool trace = false;
+  softnic::Faults faults;
+};
+
+class Provider {
+ public:
+  virtual ~Provider() = default;
+  virtual const char* name() const = 0;
+  // True when a GPU (or a kernel on the host executor) can drive its queues.
+  virtual bool device_queues() const = 0;
+  // One line for people: the device, its port, what it stands on.
+  virtual std::string describe() const = 0;
+  virtual Blob address() const = 0;
+  // `segment` is given when the memory lies in one. Registrations that carry signals ask for
+  // strict ordering.
+  virtual Registration register_memory(void* address, std::size_t bytes,
+                                       const memory::SharedSegment* segment, bool ordered) = 0;
+  virtual void deregister(std::uint32_t lkey) = 0;
+  virtual std::unique_ptr<Queue> create_queue(const QueueConfig& config) = 0;
+  // What the NIC complained about since the last call; empty for hardware.
+  virtual std::vector<std::string> take_reports() = 0;
+  virtual std::vector<softnic::TraceEvent> take_trace() = 0;
+};
+
+// A provider as the registry knows it: whether it can work here, and if not, what is missing.
+struct Factory {
+  const char* name;
+  const char* what;  // "rdma-core with DEVX: ConnectX-6 Dx and later"
+  bool device_queues;
+  // Empty when it can work here; else what is missing and how to get it.
+  std::string (*probe)();
+  std::unique_ptr<Provider> (*open)(const Options& options);
+};
+
+// All providers, the preferred first. A new one adds its file and its line in registry.cpp.
+std::span<const Factory> factories();
+
+}  // namespace belfry::provider

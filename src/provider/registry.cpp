@@ -1,0 +1,25 @@
+// The list of providers, the preferred first.
+#include "provider/registry.hpp"
+
+#include <array>
+
+namespace belfry::provider {
+namespace {
+
+std::string not_built() { return "not part of this build; the soft provider stands in for it"; }
+std::unique_ptr<Provider> none(const Options&) { return nullptr; }
+
+}  // namespace
+
+std::span<const Factory> factories() {
+  static const std::array<Factory, 4> list{{
+      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, not_built, none},
+      {"verbs", "libibverbs: any RDMA NIC", false, not_built, none},
+      {"fabric", "libfabric: EFA, tcp, shm", false, not_built, none},
+      {"soft", "SoftNIC: a NIC in software, between processes of one host", true, probe_soft,
+       open_soft},
+  }};
+  return list;
+}
+
+}  // namespace belfry::provider
