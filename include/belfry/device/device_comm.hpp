@@ -129,15 +129,4 @@ struct DeviceComm {
   }
 };
 
-// A request prepared by the CPU: its WQEs lie built in the queue, and firing it is two stores.
-// Made by Comm::prepare(); fired by Net::fire, Comm::fire, or, under CUDA, a stream.
-struct Trigger {
-  queue::SendQueue* send;
-  std::uint64_t first;  // fired only when everything before has been
-  std::uint64_t end;
-  std::uint64_t doorbell_value;
-  std::uint32_t record_value;  // as it lies in memory
-  std::int32_t peer;
-};
-
 }  // namespace belfry

@@ -7,40 +7,11 @@
 
 #include "belfry/device/device_comm.hpp"
 #include "belfry/device/group.hpp"
+#include "belfry/device/operation.hpp"
 #include "belfry/device/post.hpp"
+#include "belfry/device/trigger.hpp"
 
 namespace belfry {
-
-// A place in a window: at the peer for a destination, here for a source.
-struct Place {
-  std::uint32_t window;
-  std::uint64_t offset;
-};
-
-// ---- what a put may bring along ------------------------------------------------------------
-
-// Adds `value` to the peer's 64-bit signal `id`.
-struct signal_add {
-  std::uint32_t id;
-  std::uint64_t value;
-};
-// Adds one.
-struct signal_inc {
-  std::uint32_t id;
-};
-// Stores `value`; not atomic with additions by others.
-struct signal_set {
-  std::uint32_t id;
-  std::uint64_t value;
-};
-// Adds one to the local counter `id` when the source may be reused.
-struct counter_inc {
-  std::uint32_t id;
-};
-// The signal covers its own put only; without it a signal is strong.
-struct weak_signal {};
-// The caller has already released its writes at system scope; no fence is paid again.
-struct released {};
 
 // A posted operation. wait() it, or flush()/quiet() its peer, or ignore it.
 struct Ticket {
@@ -56,27 +27,9 @@ inline constexpr int all_peers = -1;
 
 namespace detail {
 
-struct Extras {
-  queue::Command* command;
-  bool* pay_fence;
-  BELFRY_DEVICE void operator()(signal_add s) const {
-    command->signal_op = queue::SignalOp::add;
-    command->signal_id = s.id;
-    command->signal_value = s.value;
-  }
-  BELFRY_DEVICE void operator()(signal_inc s) const { (*this)(signal_add{s.id, 1}); }
-  BELFRY_DEVICE void operator()(signal_set s) const {
-    command->signal_op = queue::SignalOp::set;
-    command->signal_id = s.id;
-    command->signal_value = s.value;
-  }
-  BELFRY_DEVICE void operator()(counter_inc c) const {
-    command->has_counter = true;
-    command->counter_id = c.id;
-  }
-  BELFRY_DEVICE void operator()(weak_signal) const { command->weak = true; }
-  BELFRY_DEVICE void operator()(released) const { *pay_fence = false; }
-};
+// The fence that makes the source visible is paid unless the caller says it was.
+template <class... Extra>
+inline constexpr bool pays_fence = !(std::is_same_v<Extra, released> || ...);
 
 // Packets: 4 bytes of data and a 32-bit tag in one 8-byte store.
 BELFRY_HOST_DEVICE constexpr std::uint64_t packet(std::uint32_t data, std::uint32_t tag) {
@@ -131,25 +84,14 @@ class NetSet {
   template <class Group, class... Extra>
   BELFRY_DEVICE Ticket put(const Group& group, int peer, Place dst, Place src, std::uint64_t bytes,
                            Extra... extra) const {
-    queue::Command c;
-    c.operation = queue::Operation::put;
-    set_places(c, dst, src);
-    c.bytes = bytes;
-    return run(group, peer, c, extra...);
+    return run<detail::pays_fence<Extra...>>(group, peer, op::put(dst, src, bytes, extra...));
   }
 
   // Writes a value of 1, 2, 4 or 8 bytes to `dst` at `peer`; nothing here needs to stay alive.
   template <class Group, class T, class... Extra>
   BELFRY_DEVICE Ticket put_value(const Group& group, int peer, Place dst, T value,
                                  Extra... extra) const {
-    static_assert(std::is_trivially_copyable_v<T> &&
-                  (sizeof(T) == 1 || sizeof(T) == 2 || sizeof(T) == 4 || sizeof(T) == 8));
-    queue::Command c;
-    c.operation = queue::Operation::put_value;
-    set_places(c, dst, Place{0, 0});
-    c.bytes = sizeof(T);
-    std::memcpy(&c.value, &value, sizeof(T));
-    return run(group, peer, c, extra...);
+    return run<detail::pays_fence<Extra...>>(group, peer, op::put_value(dst, value, extra...));
   }
 
   // Copies `rows` rows of `row_bytes`, the pitches in bytes.
@@ -157,48 +99,36 @@ class NetSet {
   BELFRY_DEVICE Ticket put_2d(const Group& group, int peer, Place dst, std::uint64_t dst_pitch,
                               Place src, std::uint64_t src_pitch, std::uint64_t row_bytes,
                               std::uint32_t rows, Extra... extra) const {
-    queue::Command c;
-    c.operation = queue::Operation::put_2d;
-    set_places(c, dst, src);
-    c.bytes = row_bytes;
-    c.rows = rows;
-    c.dst_pitch = dst_pitch;
-    c.src_pitch = src_pitch;
-    return run(group, peer, c, extra...);
+    return run<detail::pays_fence<Extra...>>(
+        group, peer, op::put_2d(dst, dst_pitch, src, src_pitch, row_bytes, rows, extra...));
   }
 
   // Copies `bytes` from `src` at `peer` to `dst` here. The data is here after wait() or flush().
   template <class Group, class... Extra>
   BELFRY_DEVICE Ticket get(const Group& group, int peer, Place dst, Place src, std::uint64_t bytes,
                            Extra... extra) const {
-    queue::Command c;
-    c.operation = queue::Operation::get;
-    set_places(c, src, dst);
-    c.bytes = bytes;
-    return run(group, peer, c, extra...);
+    return run<detail::pays_fence<Extra...>>(group, peer, op::get(dst, src, bytes, extra...));
   }
 
   // A signal alone: signal_add, signal_inc or signal_set. Strong unless weak_signal is given: it
   // becomes visible at the peer after every earlier put to that peer on this context.
   template <class Group, class... Extra>
   BELFRY_DEVICE Ticket signal(const Group& group, int peer, Extra... extra) const {
-    queue::Command c;
-    c.operation = queue::Operation::signal;
-    return run(group, peer, c, extra...);
+    return run<detail::pays_fence<Extra...>>(group, peer, op::signal(extra...));
   }
 
   // ---- fetching atomics on 8-byte words of the peer's window; one thread ----
 
   // Each returns a ticket whose value wait(ticket, value) gives. It must be waited exactly once.
   BELFRY_DEVICE Ticket fetch_add(int peer, Place word, std::uint64_t add) const {
-    return atomic(peer, queue::Operation::fetch_add, word, add, 0);
+    return atomic(peer, op::fetch_add(word, add));
   }
   BELFRY_DEVICE Ticket compare_swap(int peer, Place word, std::uint64_t compare,
                                     std::uint64_t value) const {
-    return atomic(peer, queue::Operation::compare_swap, word, value, compare);
+    return atomic(peer, op::compare_swap(word, compare, value));
   }
   BELFRY_DEVICE Ticket swap(int peer, Place word, std::uint64_t value) const {
-    return atomic(peer, queue::Operation::swap, word, value, 0);
+    return atomic(peer, op::swap(word, value));
   }
 
   // ---- completion ----
@@ -332,9 +262,7 @@ class NetSet {
   template <class Group>
   BELFRY_DEVICE Ticket put_packet(const Group& group, int peer, Place dst, Place src,
                                   std::uint64_t bytes, std::uint32_t tag) const {
-    queue::Command c;
-    c.operation = queue::Operation::put_packet;
-    set_places(c, dst, src);
+    queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
     c.bytes = packet_bytes(bytes);
     Ticket ticket;
     if (!usable_) {
@@ -404,30 +332,7 @@ class NetSet {
   // Until everything that a prepared request posted has completed.
   BELFRY_DEVICE Status wait(const Trigger& trigger) const {
     if (!usable_) return Status::failed;
-    return queue::wait_complete(*trigger.send, trigger.end, comm_.scope);
-  }
-
-  static BELFRY_HOST_DEVICE Status fire_trigger(const Trigger& trigger, const WaitScope& scope) {
-    queue::SendQueue& q = *trigger.send;
-    if (reached(load<Order::relaxed, Scope::device>(&q.rung), trigger.end)) {
-      ErrorRecord failure{};
-      failure.reason = ErrorReason::trigger_order;
-      failure.peer = trigger.peer;
-      failure.queue = q.qpn;
-      failure.index = trigger.first;
-      raise(scope.error, failure);
-      return Status::failed;
-    }
-    const Status status =
-        wait_until(scope, "earlier prepared request", q.qpn, trigger.peer, trigger.first, &q.rung,
-                   [&] { return load<Order::acquire, Scope::device>(&q.rung) == trigger.first; });
-    if (status != Status::ok) return status;
-    // The three steps of a prepared request: record, fence, register. The release orders the
-    // caller's writes to the source, too.
-    store<Order::release, Scope::system>(&q.record->send.raw, trigger.record_value);
-    store_doorbell(q.doorbell, trigger.doorbell_value);
-    store<Order::release, Scope::device>(&q.rung, trigger.end);
-    return Status::ok;
+    return wait_trigger(trigger, comm_.scope);
   }
 
  private:
@@ -447,13 +352,6 @@ class NetSet {
   }
   BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {
     return wait_word("barrier", offset / 8, comm_.local_signals + offset / 8, target);
-  }
-
-  static BELFRY_DEVICE void set_places(queue::Command& c, Place dst, Place src) {
-    c.dst_window = static_cast<std::uint16_t>(dst.window < 0xffff ? dst.window : 0xffff);
-    c.src_window = static_cast<std::uint16_t>(src.window < 0xffff ? src.window : 0xffff);
-    c.dst_offset = dst.offset;
-    c.src_offset = src.offset;
   }
 
   BELFRY_DEVICE Status refuse(ErrorReason failure, queue::Operation operation, int peer,
@@ -566,13 +464,10 @@ class NetSet {
     return ticket;
   }
 
-  template <class Group, class... Extra>
-  BELFRY_DEVICE Ticket run(const Group& group, int peer, queue::Command& c, Extra... extra) const {
-    bool pay_fence = true;
-    const detail::Extras apply{&c, &pay_fence};
-    (apply(extra), ...);
+  template <bool PayFence, class Group>
+  BELFRY_DEVICE Ticket run(const Group& group, int peer, const queue::Command& c) const {
     if (!user_signal(c)) return refused(c, peer);
-    return run_command(group, peer, c, pay_fence, post::Doorbell::now);
+    return run_command(group, peer, c, PayFence, post::Doorbell::now);
   }
 
   template <class Group>
@@ -820,13 +715,7 @@ class NetSet {
 
   // ---- fetching atomics ----
 
-  BELFRY_DEVICE Ticket atomic(int peer, queue::Operation operation, Place word, std::uint64_t value,
-                              std::uint64_t compare) const {
-    queue::Command c;
-    c.operation = operation;
-    set_places(c, word, Place{0, 0});
-    c.bytes = 8;
-    c.value = value;
+  BELFRY_DEVICE Ticket atomic(int peer, queue::Command c) const {
     Ticket ticket;
     if (!usable_) {
       ticket.status = Status::failed;
@@ -834,16 +723,15 @@ class NetSet {
     }
     const post::Resolved resolved = post::resolve(comm_, c, peer);
     if (resolved.failure != ErrorReason::none) {
-      ticket.status = refuse(resolved.failure, operation, peer, resolved.detail);
+      ticket.status = refuse(resolved.failure, c.operation, peer, resolved.detail);
       return ticket;
     }
-    // The compare value travels where a put's signal operand does.
-    c.signal_value = compare;
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
       if (by_stores(r, peer, c)) {
-        auto* target = reinterpret_cast<std::uint64_t*>(lsa_base(peer, word.window) + word.offset);
-        ticket.value = atomic_directly(operation, target, value, compare);
+        auto* target =
+            reinterpret_cast<std::uint64_t*>(lsa_base(peer, c.dst_window) + c.dst_offset);
+        ticket.value = atomic_directly(c, target);
         return ticket;
       }
     }
@@ -869,17 +757,16 @@ class NetSet {
     return ticket;
   }
 
-  BELFRY_DEVICE static std::uint64_t atomic_directly(queue::Operation operation,
-                                                     std::uint64_t* target, std::uint64_t value,
-                                                     std::uint64_t compare) {
-    if (operation == queue::Operation::fetch_add) {
-      return belfry::fetch_add<Order::acq_rel, Scope::system>(target, value);
+  BELFRY_DEVICE static std::uint64_t atomic_directly(const queue::Command& c,
+                                                     std::uint64_t* target) {
+    if (c.operation == queue::Operation::fetch_add) {
+      return belfry::fetch_add<Order::acq_rel, Scope::system>(target, c.value);
     }
-    if (operation == queue::Operation::swap) {
-      return belfry::exchange<Order::acq_rel, Scope::system>(target, value);
+    if (c.operation == queue::Operation::swap) {
+      return belfry::exchange<Order::acq_rel, Scope::system>(target, c.value);
     }
-    std::uint64_t expected = compare;
-    belfry::compare_exchange<Order::acq_rel, Scope::system>(target, expected, value);
+    std::uint64_t expected = c.signal_value;
+    belfry::compare_exchange<Order::acq_rel, Scope::system>(target, expected, c.value);
     return expected;
   }
 
@@ -961,24 +848,12 @@ class BatchSet {
   // As Net::put, by one thread.
   template <class... Extra>
   BELFRY_DEVICE Ticket put(int peer, Place dst, Place src, std::uint64_t bytes, Extra... extra) {
-    queue::Command c;
-    c.operation = queue::Operation::put;
-    NetSet<Paths>::set_places(c, dst, src);
-    c.bytes = bytes;
-    bool pay_fence = true;
-    const detail::Extras apply{&c, &pay_fence};
-    (apply(extra), ...);
-    return add(peer, c, pay_fence);
+    return add(peer, op::put(dst, src, bytes, extra...), detail::pays_fence<Extra...>);
   }
 
   template <class... Extra>
   BELFRY_DEVICE Ticket signal(int peer, Extra... extra) {
-    queue::Command c;
-    c.operation = queue::Operation::signal;
-    bool pay_fence = true;
-    const detail::Extras apply{&c, &pay_fence};
-    (apply(extra), ...);
-    return add(peer, c, pay_fence);
+    return add(peer, op::signal(extra...), detail::pays_fence<Extra...>);
   }
 
   // Announces what was given so far; ok, or the status of the first thing that went wrong.

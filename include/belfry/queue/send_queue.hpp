@@ -48,6 +48,7 @@ struct SendQueue {
   alignas(64) std::uint64_t reserved;  // next block to hand out
   alignas(64) std::uint64_t ready;     // blocks below are built
   alignas(64) std::uint64_t rung;      // blocks below were announced to the NIC
+  std::uint64_t fired;                 // triggered path: blocks below belong to fired requests
   std::uint32_t ring_lock;
   alignas(64) std::uint64_t completed;  // blocks below are free again
   std::uint64_t cq_consumer;            // next CQE of an ordinary CQ
@@ -59,7 +60,7 @@ struct SendQueue {
 // Sets the indices and the doorbell record to `first` and the CQ buffer to its initial state.
 // Before the queue is connected, by one thread.
 BELFRY_HOST_DEVICE inline void initialise(SendQueue& queue, std::uint64_t first) {
-  queue.reserved = queue.ready = queue.rung = queue.completed = first;
+  queue.reserved = queue.ready = queue.rung = queue.fired = queue.completed = first;
   queue.ring_lock = queue.poll_lock = 0;
   queue.cq_consumer = 0;
   queue.uses_counters = queue.failed = 0;
