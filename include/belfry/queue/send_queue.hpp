@@ -531,8 +531,10 @@ BELFRY_HOST_DEVICE inline Status make_ready(SendQueue& queue, std::uint64_t firs
 // ---- results of fetching atomics -----------------------------------------------------------
 
 // A result slot for one fetching atomic; it is the caller's until release_result(), so that a
-// value is not overwritten between its completion and its reading. Slot 0 is never handed out: it
-// takes the results that nobody reads. `owner` is a SendQueue or a CommandRing.
+// value is not overwritten between its completion and its reading. A caller whose wait for that
+// completion ended in anything but ok keeps the slot: the NIC may still write to it. Slot 0 is
+// never handed out: it takes the results that nobody reads. `owner` is a SendQueue or a
+// CommandRing.
 template <class Owner>
 BELFRY_HOST_DEVICE inline Status acquire_result(Owner& owner, const WaitScope& scope,
                                                 std::uint32_t& slot) {
