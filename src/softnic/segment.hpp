@@ -1,0 +1,88 @@
+// What a NIC shares with the NICs that are connected to it: the layout of its segment. The owner
+// writes keys, queue words and answers; a peer writes its attachment, its bits and its staging.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "softnic/engine.hpp"
+
+namespace belfry::softnic {
+
+inline constexpr std::uint64_t segment_magic = 0x31'63'69'6e'74'66'6f'73ull;  // "softnic1"
+inline constexpr std::uint32_t segment_version = 1;
+inline constexpr std::uint32_t max_peer_words = 8;  // of 64 peers each
+inline constexpr std::uint32_t qp_index_bits = 12;
+inline constexpr std::uint32_t qp_index_mask = (1u << qp_index_bits) - 1;
+
+struct SegmentHeader {
+  std::uint64_t magic;
+  std::uint32_t version;
+  std::uint32_t max_qps, max_keys, max_peers;
+  std::uint64_t id;
+  char name[64];
+
+  // Odd while a pass or a control call runs. Who takes a key away waits until every engine that
+  // may have looked it up has left the pass that it was in.
+  alignas(64) std::uint64_t pass;
+  std::uint64_t closed;
+  // Bit per attachment: its NIC has asked for something.
+  alignas(64) std::uint64_t summary[max_peer_words];
+};
+
+// A registration, read by peers without a lock: `sequence` is odd while it changes, and another
+// one after every change. Words are read and written as relaxed atomics.
+struct alignas(64) KeyEntry {
+  std::uint32_t sequence;
+  std::uint32_t key;  // 0: none
+  std::uint64_t iova;
+  std::uint64_t bytes;
+  std::uint64_t pointer;  // in the owner's process
+  std::uint64_t segment_offset;
+  std::uint64_t segment_inode;  // 0: ordinary memory
+  std::uint64_t segment_bytes;
+  std::int32_t segment_fd;
+  std::uint32_t access;
+};
+static_assert(sizeof(KeyEntry) == 64);
+
+// QPN << 8 | state: whether a QP receives. 0: there is none.
+struct alignas(64) QueueWord {
+  std::uint64_t word;
+};
+
+// A peer that is connected. state: 0 free, 1 being written, 2 valid.
+struct alignas(64) Attachment {
+  std::uint64_t state;
+  std::uint64_t address[5];                                     // NicAddress
+  std::uint64_t pending_words;                                  // bit per word of `pending`
+  alignas(64) std::uint64_t pending[(qp_index_mask + 1) / 64];  // bit per QP of the peer
+};
+
+// One per QP of the requester: its request and the answer. state: sequence << 2 | phase.
+struct alignas(64) RequestBlock {
+  static constexpr std::uint64_t idle = 0, posted = 1, answered = 2;
+  std::uint64_t state;
+  std::uint64_t request[sizeof(Request) / 8];
+  std::uint64_t response[sizeof(Response) / 8];
+};
+
+struct SegmentLayout {
+  std::uint64_t keys, queues, attachments, requests, staging, bytes;
+
+  static constexpr SegmentLayout of(std::uint32_t max_qps, std::uint32_t max_keys,
+                                    std::uint32_t max_peers) {
+    constexpr std::uint64_t page = 4096;
+    auto round = [](std::uint64_t n) { return (n + page - 1) / page * page; };
+    SegmentLayout l = {};
+    l.keys = round(sizeof(SegmentHeader));
+    l.queues = l.keys + round(std::uint64_t{max_keys} * sizeof(KeyEntry));
+    l.attachments = l.queues + round(std::uint64_t{max_qps} * sizeof(QueueWord));
+    l.requests = l.attachments + round(std::uint64_t{max_peers} * sizeof(Attachment));
+    l.staging = l.requests + round(std::uint64_t{max_qps} * sizeof(RequestBlock));
+    l.bytes = l.staging + std::uint64_t{max_qps} * staging_bytes;
+    return l;
+  }
+};
+
+}  // namespace belfry::softnic
