@@ -23,8 +23,8 @@ struct Dim3 {
 };
 
 struct LaunchConfig {
-  Dim3 grid;                     // blocks
-  Dim3 block;                    // threads a block, 1..1024
+  Dim3 grid{};                   // blocks
+  Dim3 block{};                  // threads a block, 1..1024
   std::size_t shared_bytes = 0;  // dynamic shared memory of a block, at most 227 KiB
   bool cooperative = false;      // the blocks wait for each other: all must be resident at once
   const char* name = "kernel";   // in reports

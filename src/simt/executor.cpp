@@ -329,7 +329,7 @@ void Executor::cancel(LaunchState& state) {
     state.next_block = state.config.grid.count();
     std::erase_if(pending_, [&](const auto& pending) { return pending.get() == &state; });
     if (state.blocks_left == 0) finish(state);
-    for (auto& scheduler : schedulers_) scheduler->call_attention();
+    for (auto& scheduler : schedulers_) scheduler->call_sweep();
   }
   if (options_.mode == Mode::threads) wake_workers();
 }

@@ -459,7 +459,7 @@ void Scheduler::handle_attention() {
     for (RankTask* task : inbox_ranks_) start_rank(task);
     inbox_ranks_.clear();
   }
-  sweep();
+  if (sweep_wanted_.exchange(false, std::memory_order_acq_rel)) sweep();
   if (seeded_)
     while (fresh_head_ < fresh_.size()) start_fresh();
   executor_.contribute(*this);
@@ -473,19 +473,13 @@ void Scheduler::sweep() {
       progress_ = true;
     }
   }
-  std::vector<std::unique_ptr<Block>> dropped;
-  for (std::size_t i = fresh_head_; i < fresh_.size();) {
-    if (fresh_[i]->launch->killed.load(std::memory_order_acquire)) {
-      dropped.push_back(std::move(fresh_[i]));
-      fresh_.erase(fresh_.begin() + static_cast<std::ptrdiff_t>(i));
-    } else {
-      ++i;
-    }
+  std::vector<std::unique_ptr<Block>> kept, dropped;
+  for (std::size_t i = fresh_head_; i < fresh_.size(); ++i) {
+    const bool killed = fresh_[i]->launch->killed.load(std::memory_order_acquire);
+    (killed ? dropped : kept).push_back(std::move(fresh_[i]));
   }
-  if (fresh_head_ == fresh_.size()) {
-    fresh_.clear();
-    fresh_head_ = 0;
-  }
+  fresh_ = std::move(kept);
+  fresh_head_ = 0;
   for (auto& block : dropped) executor_.block_ended(std::move(block));
 }
 

@@ -64,6 +64,12 @@ class Scheduler {
   void post(RankTask* task);
   void call_attention() { attention_.store(true, std::memory_order_release); }
 
+  // A launch was killed: end its blocks here.
+  void call_sweep() {
+    sweep_wanted_.store(true, std::memory_order_release);
+    call_attention();
+  }
+
   std::uint64_t progress_count() const { return progress_count_.load(std::memory_order_relaxed); }
   bool wants_attention() const { return attention_.load(std::memory_order_acquire); }
   unsigned index() const { return index_; }
@@ -72,7 +78,6 @@ class Scheduler {
   bool has_blocks() const { return !blocks_.empty() || !fresh_.empty(); }
   bool has_ranks() const { return !ranks_.empty(); }
   void kill_ranks();
-  void sweep();
 
   std::uint64_t trace_hash() const { return trace_; }
   std::uint64_t virtual_now() {
@@ -90,6 +95,7 @@ class Scheduler {
   void assign_thread(Fiber* fiber, Block* block);
   void start_rank(RankTask* task);
   void handle_attention();
+  void sweep();
   void run_poller(std::size_t index);
   void fruitless();
   bool words_changed();
@@ -106,6 +112,7 @@ class Scheduler {
   bool progress_ = false;
   bool all_noted_ = true;  // every yield of this pass was inside a Waiting
   std::atomic<bool> attention_{false};
+  std::atomic<bool> sweep_wanted_{false};
   unsigned fresh_budget_ = 0;
   std::uint32_t fruitless_ = 0;
   ExceptionState* runtime_exceptions_ = nullptr;
