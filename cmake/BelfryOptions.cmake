@@ -36,8 +36,9 @@ function(belfry_compile_options target)
     $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion>)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
     # -fpch-preprocess: ccache may serve objects built through a precompiled header only with it.
+    # g++ 12 sees overruns in moves of std::string that are not there (-O2 and up).
     target_compile_options(${target} PRIVATE
-      $<$<COMPILE_LANGUAGE:CXX>:-Wno-interference-size -fpch-preprocess>)
+      $<$<COMPILE_LANGUAGE:CXX>:-Wno-interference-size -Wno-array-bounds -Wno-restrict -Wno-stringop-overflow -Wno-stringop-overread -fpch-preprocess>)
   else()
     # The same for clang: its precompiled headers must not hold the time of their making.
     target_compile_options(${target} PRIVATE

@@ -753,7 +753,7 @@ class NetSet {
       }
     }
     ticket.status =
-        refuse(ErrorReason::unsupported, operation, peer, static_cast<std::uint64_t>(r.nic));
+        refuse(ErrorReason::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.nic));
     return ticket;
   }
 
