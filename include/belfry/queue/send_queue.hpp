@@ -87,7 +87,7 @@ template <Order O>
 BELFRY_HOST_DEVICE inline mlx5::CqeTail load_tail(const mlx5::Cqe& cqe) {
   const auto* word = reinterpret_cast<const std::uint32_t*>(
       reinterpret_cast<const std::byte*>(&cqe) + mlx5::cqe_tail_offset);
-  return {load<O, Scope::system>(word)};
+  return mlx5::CqeTail{load<O, Scope::system>(word)};
 }
 
 BELFRY_HOST_DEVICE inline std::uint32_t blocks_at(const SendQueue& queue, std::uint64_t index) {
