@@ -2,7 +2,9 @@
 #include "simt/executor.hpp"
 
 #include <fmt/format.h>
+#include <linux/membarrier.h>
 #include <sched.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -111,6 +113,7 @@ Executor::Executor() {
   cores_ = sched_getaffinity(0, sizeof(set), &set) == 0
                ? static_cast<unsigned>(CPU_COUNT(&set))
                : std::max(1u, std::thread::hardware_concurrency());
+  has_membarrier_ = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0;
 }
 
 const Options& Executor::options() {
@@ -188,6 +191,7 @@ void Executor::wake_workers() {
 
 void Executor::work(Scheduler& scheduler) {
   scheduler.enter();
+  scheduler.lend_root(true);
   while (!quit_.load(std::memory_order_relaxed)) {
     if (scheduler.idle()) {
       std::unique_lock lock(sleep_mutex_);
@@ -310,7 +314,15 @@ void Executor::block_ended(std::unique_ptr<Block> block) {
 void Executor::finish(LaunchState& state) {
   --live_launches_;
   state.finished.store(true, std::memory_order_release);
-  changed_.notify_all();
+  told_end();
+}
+
+// Whoever waits for the end of a launch or of a rank looks again.
+void Executor::told_end() {
+  if (options_.mode == Mode::threads)
+    changed_.notify_all();
+  else
+    schedulers_[0]->call_attention();
 }
 
 void LaunchState::fail(std::exception_ptr why) {
@@ -346,7 +358,9 @@ void Executor::drive_until(Done done) {
     }
     Scheduler& scheduler = *schedulers_[0];
     scheduler.enter();
+    scheduler.lend_root(true);
     while (!done()) scheduler.pass();
+    scheduler.lend_root(false);
     this_thread = &outside;
     driving_.store(false, std::memory_order_release);
   }
@@ -456,7 +470,7 @@ void Executor::rank_ended(RanksRun& run) {
   std::lock_guard lock(mutex_);
   --live_ranks_;
   run.left.fetch_sub(1, std::memory_order_acq_rel);
-  changed_.notify_all();
+  told_end();
 }
 
 // --- Pollers -----------------------------------------------------------------------------------
@@ -487,6 +501,9 @@ void Executor::remove(const std::shared_ptr<PollerState>& poller) {
     generation_.fetch_add(1, std::memory_order_acq_rel);
   }
   poller->removed.store(true, std::memory_order_seq_cst);
+  // The other half of run_poller's barrier; not needed on the thread that calls pollers.
+  if (has_membarrier_ && this_thread == &outside)
+    syscall(SYS_membarrier, MEMBARRIER_CMD_PRIVATE_EXPEDITED, 0, 0);
   // A poller may drop its own handle; it is the call in flight and does not wait for itself.
   if (running_poller == poller.get()) return;
   while (poller->busy.load(std::memory_order_seq_cst)) sched_yield();

@@ -91,6 +91,7 @@ class Executor {
   std::uint64_t trace_hash();
   std::uint64_t virtual_now();
   unsigned cores() const { return cores_; }
+  bool has_membarrier() const { return has_membarrier_; }
 
  private:
   Executor();
@@ -101,12 +102,14 @@ class Executor {
   void admit();  // under mutex_
   bool admit_block(const std::shared_ptr<LaunchState>& state);
   void finish(LaunchState& state);
+  void told_end();
   std::uint64_t progress_sum() const;
   void end_all(const std::string& report);
   template <class Done>
   void drive_until(Done done);
 
   unsigned cores_;
+  bool has_membarrier_;
   std::atomic<bool> started_{false};
   Options options_;
   bool configured_ = false;

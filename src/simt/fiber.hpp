@@ -28,6 +28,13 @@
 #define BELFRY_SIMT_TSAN 0
 #endif
 
+// Sanitizers keep books on stacks and see every switch; there the pollers get a real one.
+#if defined(__x86_64__) && !BELFRY_SIMT_ASAN && !BELFRY_SIMT_TSAN
+#define BELFRY_SIMT_BORROWS_STACK 1
+#else
+#define BELFRY_SIMT_BORROWS_STACK 0
+#endif
+
 #if BELFRY_SIMT_ASAN
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
@@ -60,26 +67,28 @@ struct ExceptionState {
 // Where a fiber stands when it is not in the run queue.
 enum class Parked : std::uint8_t { no, block_barrier, warp, named_barrier };
 
-struct Fiber : ThreadState {
+struct alignas(64) Fiber : ThreadState {
+  // Touched by every switch: with what kernels read of ThreadState, two cache lines.
   boost::context::detail::fcontext_t context = nullptr;
   Fiber* next = nullptr;  // in the run queue, a barrier's list or the pool
   Scheduler* scheduler = nullptr;
-  Block* owner = nullptr;    // of a kernel thread
-  RankTask* rank = nullptr;  // of a rank body
-  bool is_task = false;      // false: a root
-  bool killed = false;       // its next wait throws Killed
-  bool spawner = false;      // starts the block's next thread when it first waits
+  Block* owner = nullptr;  // of a kernel thread
+  bool is_task = false;    // false: a root
+  bool killed = false;     // its next wait throws Killed
+  bool spawner = false;    // starts the block's next thread when it first waits
   Parked parked = Parked::no;
-  unsigned parked_id = 0;   // the warp mask or the barrier's number
+  unsigned parked_id = 0;  // the warp mask or the barrier's number
+  ExceptionState exceptions;
+  const WaitNote* note = nullptr;
+  std::uint64_t warp_value = 0;  // given to, and got from, the warp collective it is in
+  std::uint64_t warp_result = 0;
+  unsigned warp_source = 0;
+
   std::uint32_t steps = 0;  // seeded: atomics since the last yield, and before that
   std::uint32_t steps_before = 0;
   std::size_t slot = 0;        // seeded: place among the ready
   std::uint64_t trace_id = 0;  // seeded: the same in every run
-  const WaitNote* note = nullptr;
-  ExceptionState exceptions;
-  std::uint64_t warp_value = 0;  // given to, and got from, the warp collective it is in
-  std::uint64_t warp_result = 0;
-  unsigned warp_source = 0;
+  RankTask* rank = nullptr;    // of a rank body
   std::byte* stack = nullptr;  // lowest usable byte; of a root only known to sanitizers
   std::size_t stack_bytes = 0;
   std::size_t colour = 0;  // bytes left unused at the stack's top

@@ -49,6 +49,7 @@ Scheduler::Scheduler(Executor& executor, unsigned index)
       index_(index),
       seeded_(executor.options().mode == Mode::seeded),
       eager_(seeded_ || BELFRY_SIMT_TSAN != 0),
+      sole_caller_(executor.options().mode != Mode::threads && executor.has_membarrier()),
       threads_(this, executor.options().stack_bytes, 64),
       rank_bodies_(this, rank_stack_bytes, 1),
       oversubscribed_(ranks_outnumber(executor.cores())) {
@@ -74,10 +75,53 @@ void Scheduler::enter() {
 
 void Scheduler::switch_from(Fiber* self) {
   Fiber* to = next();
-  if (to == self) return;
   this_thread = to;
+  if (to == self) return;
   switch_fibers(self, to, runtime_exceptions_);
 }
+
+#if BELFRY_SIMT_BORROWS_STACK
+// Calls function(argument) on another stack: a call and a return, where going there and back as
+// a fiber would be two switches.
+extern "C" void belfry_simt_call_on_stack(void* top, void (*function)(void*), void* argument);
+asm(R"(
+.text
+.p2align 4
+.type belfry_simt_call_on_stack,@function
+belfry_simt_call_on_stack:
+.cfi_startproc
+  pushq %rbp
+.cfi_def_cfa_offset 16
+.cfi_offset %rbp, -16
+  movq %rsp, %rbp
+.cfi_def_cfa_register %rbp
+  movq %rdi, %rsp
+  movq %rdx, %rdi
+  callq *%rsi
+  movq %rbp, %rsp
+  popq %rbp
+.cfi_def_cfa %rsp, 8
+  retq
+.cfi_endproc
+.size belfry_simt_call_on_stack,.-belfry_simt_call_on_stack
+)");
+
+// The root's turn has come while a fiber gives way. It would run the pollers, which need the
+// root's large stack but not its registers: they are called there, below where the root stopped.
+void Scheduler::borrow_root() {
+  this_thread = &root_;
+  const auto top = reinterpret_cast<std::uintptr_t>(root_.context) & ~std::uintptr_t{15};
+  belfry_simt_call_on_stack(
+      reinterpret_cast<void*>(top),
+      [](void* scheduler) {
+        static_cast<Scheduler*>(scheduler)->end_round();
+        static_cast<Scheduler*>(scheduler)->begin_round(true);
+      },
+      this);
+}
+#else
+void Scheduler::borrow_root() {}
+#endif
 
 Fiber* Scheduler::next() {
   if (seeded_) return draw();
@@ -85,7 +129,14 @@ Fiber* Scheduler::next() {
     --fresh_budget_;
     start_fresh();
   }
-  return queue_.pop();  // never empty: the root is in it while fibers run
+  Fiber* to = queue_.pop();  // never empty: the root is in it while fibers run
+  if (to == &root_ && BELFRY_SIMT_BORROWS_STACK != 0 && root_lends_ && !queue_.empty() &&
+      !wants_attention()) {
+    queue_.push(&root_);
+    borrow_root();
+    to = queue_.pop();
+  }
+  return to;
 }
 
 Fiber* Scheduler::draw() {
@@ -314,8 +365,8 @@ void Scheduler::finished(Fiber* self) {
     if (block->live == 0) block_ended(block);
   }
   Fiber* to = next();
-  if (to == self) return;
   this_thread = to;
+  if (to == self) return;
   switch_fibers(self, to, runtime_exceptions_);
 }
 
@@ -343,9 +394,9 @@ void fiber_main(boost::context::detail::transfer_t transfer) {
 void Scheduler::pass(bool noted) {
   if (wants_attention()) [[unlikely]]
     handle_attention();
-  if (executor_.pollers_generation() != pollers_seen_) [[unlikely]]
-    pollers_seen_ = executor_.copy_pollers(pollers_);
   if (seeded_) {
+    if (executor_.pollers_generation() != pollers_seen_) [[unlikely]]
+      pollers_seen_ = executor_.copy_pollers(pollers_);
     if (stuck_) [[unlikely]] {
       stuck_ = false;
       last_progress_ns_ = virtual_ns_;
@@ -359,12 +410,22 @@ void Scheduler::pass(bool noted) {
     }
     return;
   }
-  all_noted_ = noted;
-  fresh_budget_ = kFreshPerPass;
+  begin_round(noted);
   if (!queue_.empty() || fresh_head_ < fresh_.size()) {
     queue_.push(&root_);
     switch_from(&root_);
   }
+  end_round();
+}
+
+inline void Scheduler::begin_round(bool noted) {
+  if (executor_.pollers_generation() != pollers_seen_) [[unlikely]]
+    pollers_seen_ = executor_.copy_pollers(pollers_);
+  all_noted_ = noted;
+  fresh_budget_ = kFreshPerPass;
+}
+
+inline void Scheduler::end_round() {
   for (std::size_t i = 0; i < pollers_.size(); ++i) run_poller(i);
   if (progress_) {
     progress_ = false;
@@ -378,12 +439,18 @@ void Scheduler::pass(bool noted) {
   }
 }
 
-// The try-lock keeps a poller on one thread at a time; it also lets remove() wait for the call
-// in flight. Sequentially consistent against remove(): either it sees busy or this sees removed.
+// `busy` keeps a poller on one thread at a time and lets remove() wait for the call in flight:
+// either remove() sees busy, or this sees removed. The full barrier that this takes is paid by
+// remove() where only one thread calls pollers and the system helps (membarrier).
 void Scheduler::run_poller(std::size_t index) {
   PollerState& poller = *pollers_[index];
   if (poller.busy.load(std::memory_order_relaxed)) return;
-  if (poller.busy.exchange(true, std::memory_order_seq_cst)) return;
+  if (sole_caller_) {
+    poller.busy.store(true, std::memory_order_relaxed);
+    std::atomic_signal_fence(std::memory_order_seq_cst);
+  } else if (poller.busy.exchange(true, std::memory_order_seq_cst)) {
+    return;
+  }
   if (!poller.removed.load(std::memory_order_seq_cst)) {
     happens_after(&poller);
     running_poller = &poller;

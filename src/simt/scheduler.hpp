@@ -39,6 +39,9 @@ class Scheduler {
   // One turn of every task that is ready now (seeded: one turn of one drawn task). `noted`: the
   // caller knows what it waits for, and may be put to sleep for it.
   void pass(bool noted = true);
+  // While set, the root waits for nothing but ends of tasks and attention: the pollers may run
+  // without its turn coming.
+  void lend_root(bool lends) { root_lends_ = lends; }
   // True when nothing could run: no fibers, no blocks, no pollers.
   bool idle() const;
 
@@ -87,6 +90,9 @@ class Scheduler {
 
  private:
   Fiber* next();
+  void begin_round(bool noted);
+  void end_round();
+  void borrow_root();
   Fiber* draw();
   void switch_from(Fiber* self);
   void hand_over_spawning(Fiber* self);
@@ -106,10 +112,12 @@ class Scheduler {
   const unsigned index_;
   const bool seeded_;
   const bool eager_;
+  const bool sole_caller_;  // of the pollers
 
   // The hot part.
   FiberList queue_;
   bool progress_ = false;
+  bool root_lends_ = false;
   bool all_noted_ = true;  // every yield of this pass was inside a Waiting
   std::atomic<bool> attention_{false};
   std::atomic<bool> sweep_wanted_{false};
