@@ -143,6 +143,7 @@ class SelfBootstrap final : public Bootstrap {
   int ranks() const override { return 1; }
   int local_rank() const override { return 0; }
   int local_ranks() const override { return 1; }
+  using Bootstrap::host;
   const std::string& host(int rank) const override;
   std::vector<std::vector<std::byte>> allgather(std::span<const std::byte> mine) override;
   void barrier() override;
@@ -199,6 +200,7 @@ class TcpBootstrap final : public Bootstrap {
   int ranks() const override;
   int local_rank() const override;
   int local_ranks() const override;
+  using Bootstrap::host;
   const std::string& host(int rank) const override;
   std::vector<std::vector<std::byte>> allgather(std::span<const std::byte> mine) override;
   void barrier() override;
@@ -242,6 +244,7 @@ class LocalBootstrap final : public Bootstrap {
   int ranks() const override;
   int local_rank() const override;
   int local_ranks() const override;
+  using Bootstrap::host;
   const std::string& host(int rank) const override;
   std::vector<std::vector<std::byte>> allgather(std::span<const std::byte> mine) override;
   void barrier() override;

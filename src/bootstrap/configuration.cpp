@@ -1,6 +1,9 @@
 // require_same_configuration: eight bytes per rank when all agree, the fields only when not.
 #include <algorithm>
 #include <map>
+#include <optional>
+#include <string>
+#include <vector>
 
 #include <fmt/format.h>
 
@@ -48,6 +51,14 @@ std::optional<Fields> decode_fields(const Bytes& bytes) {
   return fields;
 }
 
+// A value as a message shows it: whole, or its two ends.
+std::string quoted(const std::string& value) {
+  constexpr std::size_t end = 60;
+  if (value.size() <= 2 * end) return fmt::format("'{}'", printable(value));
+  return fmt::format("'{} ... {}' ({} bytes)", printable(value.substr(0, end)),
+                     printable(value.substr(value.size() - end)), value.size());
+}
+
 }  // namespace
 
 void require_same_configuration(Bootstrap& bootstrap, std::span<const ConfigField> fields) {
@@ -75,7 +86,8 @@ void require_same_configuration(Bootstrap& bootstrap, std::span<const ConfigFiel
     }
     all.push_back(std::move(*theirs));
   }
-  std::map<std::string, std::map<std::string, std::vector<int>>> holders;  // name, value, ranks
+  using Value = std::optional<std::string>;  // nullopt: the rank lacks the field
+  std::map<std::string, std::map<Value, std::vector<int>>> holders;
   for (const Fields& each : all) {
     for (const auto& [name, value] : each) holders[name];
   }
@@ -84,20 +96,17 @@ void require_same_configuration(Bootstrap& bootstrap, std::span<const ConfigFiel
   for (auto& [name, values] : holders) {
     for (std::size_t rank = 0; rank < all.size(); ++rank) {
       const auto found = all[rank].find(name);
-      const std::string value =
-          found == all[rank].end() ? "nothing" : fmt::format("'{}'", printable(found->second, 128));
-      values[value].push_back(static_cast<int>(rank));
+      values[found == all[rank].end() ? Value() : found->second].push_back(static_cast<int>(rank));
     }
     if (values.size() < 2) continue;
     std::vector<std::string> parts;
     for (const auto& [value, ranks] : values) {
-      parts.push_back(fmt::format("{} on {}", value, rank_list(ranks)));
+      parts.push_back(
+          fmt::format("{} on {}", value ? quoted(*value) : "nothing", rank_list(ranks)));
     }
-    names.push_back(fmt::format("'{}'", printable(name, 128)));
+    names.push_back(quoted(name));
     differences.push_back(fmt::format("{}", fmt::join(parts, ", ")));
   }
-  if (names.empty())
-    return;  // values that only differ beyond what can be told apart: no such thing
   std::string found = differences[0];
   for (std::size_t i = 1; i < names.size(); ++i) {
     found += fmt::format("; {}: {}", names[i], differences[i]);

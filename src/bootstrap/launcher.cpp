@@ -387,6 +387,13 @@ void Job::read_signals() {
 }
 
 void Job::reap() {
+  struct End {
+    int number;
+    pid_t pid;
+    bool exited;
+    siginfo_t info;
+  };
+  std::vector<End> ends;
   for (std::size_t number = 0; number < ranks_.size(); ++number) {
     Rank& rank = ranks_[number];
     if (!rank.running) continue;
@@ -398,24 +405,29 @@ void Job::reap() {
     }
     end_group(rank);
     --running_;
-    const bool exited = info.si_code == CLD_EXITED;
-    const int code = exited ? info.si_status : 128 + info.si_status;
-    if (code == 0) continue;
-    const std::string how = exited
-                                ? fmt::format("ended with exit code {}", info.si_status)
-                                : fmt::format("was killed by {}{}", signal_name(info.si_status),
-                                              info.si_code == CLD_DUMPED ? " (core dumped)" : "");
+    ends.push_back({static_cast<int>(number), rank.pid, info.si_code == CLD_EXITED, info});
+  }
+  // Of ranks found ended at once, the one that a signal killed comes first: those that exited may
+  // already be telling of its death.
+  std::ranges::stable_partition(ends, [](const End& end) { return !end.exited; });
+  for (const End& end : ends) {
+    const int status = end.info.si_status;
+    if (end.exited && status == 0) continue;
+    const std::string how =
+        end.exited ? fmt::format("ended with exit code {}", status)
+                   : fmt::format("was killed by {}{}", signal_name(status),
+                                 end.info.si_code == CLD_DUMPED ? " (core dumped)" : "");
     if (!failed_) {
       failed_ = true;
-      if (exit_code_ == 0) exit_code_ = code;
+      exit_code_ = end.exited ? status : 128 + status;
       const bool others_go_on = running_ > 0 && !kill_deadline_;
-      say(fmt::format("rank {} (pid {}) {}{}", number, rank.pid, how,
-                      others_go_on ? fmt::format("; {} others have {} to end", running_,
+      say(fmt::format("rank {} (pid {}) {}{}", end.number, end.pid, how,
+                      others_go_on ? fmt::format("; {} still running, with {} to end", running_,
                                                  seconds(options_.grace))
                                    : ""));
       if (others_go_on) term_deadline_ = Deadline::in(options_.grace);
     } else if (!terminated_ && interrupts_ == 0) {
-      say(fmt::format("rank {} (pid {}) {} too", number, rank.pid, how));
+      say(fmt::format("rank {} (pid {}) {} too", end.number, end.pid, how));
     }
   }
 }
@@ -429,7 +441,7 @@ void Job::apply_deadlines() {
   }
   if (job_deadline_ && job_deadline_->passed()) {
     job_deadline_.reset();
-    if (exit_code_ == 0) exit_code_ = launch_timed_out;
+    if (!failed_) exit_code_ = launch_timed_out;
     failed_ = true;
     std::vector<int> late;
     for (std::size_t number = 0; number < ranks_.size(); ++number) {

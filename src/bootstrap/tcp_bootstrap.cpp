@@ -228,6 +228,15 @@ struct TcpBootstrap::State {
                                  to_string(frame.header.kind)));
   }
 
+  void serve_frames(int rank) {
+    Peer& peer = peers[is_root() ? static_cast<std::size_t>(rank) : 0];
+    while (auto frame = peer.reader.next()) {
+      handle(rank, std::move(*frame));
+      if (peer.ended) return;
+    }
+    if (!peer.reader.error().empty()) misbehaved(rank, "it sent " + peer.reader.error());
+  }
+
   void receive(int rank) {
     Peer& peer = peers[is_root() ? static_cast<std::size_t>(rank) : 0];
     std::byte buffer[16 * 1024];
@@ -247,13 +256,7 @@ struct TcpBootstrap::State {
       }
       taken += static_cast<std::size_t>(n);
       peer.reader.feed(std::span(buffer, static_cast<std::size_t>(n)));
-      while (auto frame = peer.reader.next()) {
-        handle(rank, std::move(*frame));
-        if (peer.ended) return;
-      }
-      if (!peer.reader.error().empty()) {
-        return misbehaved(rank, "it sent " + peer.reader.error());
-      }
+      serve_frames(rank);
     }
   }
 
@@ -764,6 +767,8 @@ void TcpBootstrap::State::join_as_rank() {
   }
   hosts = *all;
   for (std::string& host : hosts) host = printable(host, max_host_bytes);
+  // What came in the same bytes as the welcome: a later poll(2) would not tell of it.
+  serve_frames(0);
 }
 
 void TcpBootstrap::State::settle_local_ranks() {
