@@ -8,6 +8,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <atomic>
 #include <cerrno>
 #include <cstdio>
 #include <cstdlib>
@@ -81,7 +82,17 @@ std::uint64_t process_start_time(std::uint32_t pid) {
 // Asked anew each time: after a fork() the answer is another one.
 std::uint32_t own_pid() { return static_cast<std::uint32_t>(::getpid()); }
 
-std::uint64_t own_start_time() { return process_start_time(own_pid()); }
+// Read once a process; after a fork() the pid tells the child to read again.
+std::uint64_t own_start_time() {
+  static std::atomic<std::uint32_t> known_pid{0};
+  static std::atomic<std::uint64_t> known_time{0};
+  const std::uint32_t pid = own_pid();
+  if (known_pid.load(std::memory_order_acquire) == pid) return known_time.load();
+  const std::uint64_t time = process_start_time(pid);
+  known_time.store(time);
+  known_pid.store(pid, std::memory_order_release);
+  return time;
+}
 
 SharedSegment::SharedSegment(const std::string& name, std::size_t bytes) {
   const std::size_t page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));

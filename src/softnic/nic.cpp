@@ -185,6 +185,29 @@ struct LateRing {
   std::uint64_t value;
 };
 
+// Indices of a table. One that was given back rests until others were too, so that a number of
+// the past is not soon a number of the present; beyond that old ones come before fresh ones, so
+// that creating and destroying for ever touches little memory.
+class Numbers {
+ public:
+  explicit Numbers(std::uint32_t limit) : limit_(limit) {}
+  bool empty() const { return used_ == limit_ && returned_.empty(); }
+  std::uint32_t used() const { return used_; }
+  std::uint32_t take() {
+    if (used_ != limit_ && returned_.size() < rest) return used_++;
+    const std::uint32_t index = returned_.front();
+    returned_.pop_front();
+    return index;
+  }
+  void give_back(std::uint32_t index) { returned_.push_back(index); }
+
+ private:
+  static constexpr std::size_t rest = 64;
+  std::uint32_t limit_;
+  std::uint32_t used_ = 0;
+  std::deque<std::uint32_t> returned_;
+};
+
 // A peer that is attached to us, as its requests are read.
 struct Served {
   NicAddress address;
@@ -223,7 +246,7 @@ struct SoftNic::Implementation {
 
   std::vector<std::unique_ptr<HostQp>> qps;
   std::vector<std::unique_ptr<HostCq>> cqs;
-  std::deque<std::uint32_t> free_qps, free_cqs, free_keys;
+  Numbers qp_numbers, cq_numbers, key_numbers;
   std::vector<std::uint32_t> qp_generation, cq_generation;
   std::vector<Register> registers;
   std::vector<HostQp*> alive;
@@ -395,7 +418,8 @@ struct SoftNic::Implementation {
     HostQp& qp = host(engine_qp);
     write_release(&own.queues[qp.index].word,
                   std::uint64_t{qp.qpn} << 8 | static_cast<std::uint64_t>(qp.state));
-    activate(qp);
+    // Not always: a queue that becomes ready looks at its record when it is rung, as hardware does.
+    if (qp.state == QpState::err || has_work(qp)) activate(qp);
   }
 
   void trace(Stage stage, std::uint32_t qpn, std::uint16_t index) {
@@ -446,7 +470,11 @@ struct SoftNic::Implementation {
 
 // ---- Life ----
 
-SoftNic::Implementation::Implementation(NicConfig c) : config(std::move(c)) {
+SoftNic::Implementation::Implementation(NicConfig c)
+    : config(std::move(c)),
+      qp_numbers(config.max_qps),
+      cq_numbers(config.max_cqs),
+      key_numbers(config.max_keys) {
   const std::string thing = "softnic " + config.name;
   auto capacity = [&](const char* what, std::uint32_t value, std::uint32_t low,
                       std::uint32_t high) {
@@ -477,9 +505,6 @@ SoftNic::Implementation::Implementation(NicConfig c) : config(std::move(c)) {
   qp_generation.assign(config.max_qps, 0);
   cq_generation.assign(config.max_cqs, 0);
   served.resize(config.max_peers);
-  for (std::uint32_t i = 0; i < config.max_qps; ++i) free_qps.push_back(i);
-  for (std::uint32_t i = 0; i < config.max_cqs; ++i) free_cqs.push_back(i);
-  for (std::uint32_t i = 0; i < config.max_keys; ++i) free_keys.push_back(i);
 
   random_state = config.seed;
   option.strict = config.strict;
@@ -497,8 +522,8 @@ SoftNic::Implementation::~Implementation() {
   {
     const Control control(*this);
     write_release(&own.header->closed, 1);
-    for (std::uint32_t i = 0; i < own.max_qps; ++i) write_release(&own.queues[i].word, 0);
-    for (std::uint32_t i = 0; i < own.max_keys; ++i) {
+    for (HostQp* qp : alive) write_release(&own.queues[qp->index].word, 0);
+    for (std::uint32_t i = 0; i < key_numbers.used(); ++i) {
       if (own.keys[i].key != 0) forget_key(i);
     }
     views = attached_views();
@@ -559,6 +584,11 @@ std::shared_ptr<Peer> SoftNic::Implementation::connect(const NicAddress& address
         continue;
       }
       for (int i = 0; i < 5; ++i) write_relaxed(&a.address[i], words[i]);
+      std::uint64_t used = read_relaxed(&view.header->attachments_used);
+      while (used <= slot &&
+             !__atomic_compare_exchange_n(&view.header->attachments_used, &used, slot + 1, false,
+                                          __ATOMIC_SEQ_CST, __ATOMIC_RELAXED)) {
+      }
       // Sequentially consistent: who takes a key away from now on finds us here.
       __atomic_store_n(&a.state, 2, __ATOMIC_SEQ_CST);
       peer->slot = slot;
@@ -695,7 +725,9 @@ Served* SoftNic::Implementation::find_served(std::uint32_t slot) {
 
 std::vector<std::shared_ptr<memory::Mapping>> SoftNic::Implementation::attached_views() {
   std::vector<std::shared_ptr<memory::Mapping>> views;
-  for (std::uint32_t slot = 0; slot < own.max_peers; ++slot) {
+  const std::uint64_t slots = std::min<std::uint64_t>(
+      __atomic_load_n(&own.header->attachments_used, __ATOMIC_SEQ_CST), own.max_peers);
+  for (std::uint32_t slot = 0; slot < slots; ++slot) {
     if (__atomic_load_n(&own.attachments[slot].state, __ATOMIC_SEQ_CST) == 0) {
       served[slot].reset();
       continue;
@@ -1022,7 +1054,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
 
   Implementation& self = *self_;
   const Implementation::Control control(self);
-  check(!self.free_keys.empty(), thing, fmt::format("{} registrations", self.config.max_keys),
+  check(!self.key_numbers.empty(), thing, fmt::format("{} registrations", self.config.max_keys),
         "a free key", "raise NicConfig::max_keys, or register larger regions");
   const bool remote = (access_bits & ~access::local_write) != 0;
   if (options.segment == nullptr && remote && !self.vm_allowed) {
@@ -1031,8 +1063,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
     ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     self.vm_allowed = true;
   }
-  const std::uint32_t index = self.free_keys.front();
-  self.free_keys.pop_front();
+  const std::uint32_t index = self.key_numbers.take();
   KeyEntry& to = self.own.keys[index];
   // The low byte is another one each time, so that a key of the past is not a key of the present;
   // never 0, because libmlx5's invalid key 0x100 must not come out. It survives in `sequence`,
@@ -1058,7 +1089,7 @@ void SoftNic::Implementation::forget_key(std::uint32_t index) {
   __atomic_store_n(&entry.sequence, entry.sequence + 1, __ATOMIC_SEQ_CST);
   write_release(&entry.key, 0);
   __atomic_store_n(&entry.sequence, entry.sequence + 1, __ATOMIC_SEQ_CST);
-  free_keys.push_back(index);
+  key_numbers.give_back(index);
 }
 
 void SoftNic::deregister(std::uint32_t lkey) {
@@ -1087,10 +1118,9 @@ std::uint32_t SoftNic::create_cq(const CqConfig& config) {
         "a record, unless overrun is ignored", "set CqConfig::record");
   Implementation& self = *self_;
   const Implementation::Control control(self);
-  check(!self.free_cqs.empty(), thing, fmt::format("{} CQs", self.config.max_cqs), "a free one",
+  check(!self.cq_numbers.empty(), thing, fmt::format("{} CQs", self.config.max_cqs), "a free one",
         "raise NicConfig::max_cqs");
-  const std::uint32_t index = self.free_cqs.front();
-  self.free_cqs.pop_front();
+  const std::uint32_t index = self.cq_numbers.take();
   auto cq = std::make_unique<HostCq>();
   self.cq_generation[index] = self.cq_generation[index] % 4095 + 1;
   cq->cqn = self.cq_generation[index] << qp_index_bits | index;
@@ -1112,7 +1142,7 @@ void SoftNic::destroy_cq(std::uint32_t cqn) {
   check(cq != nullptr, thing, "no such CQ", "a number that create_cq returned", "check the caller");
   check(cq->users == 0, thing, fmt::format("{} queues that use it", cq->users), "none",
         "destroy the QPs first");
-  self.free_cqs.push_back(cqn & qp_index_mask);
+  self.cq_numbers.give_back(cqn & qp_index_mask);
   self.cqs[cqn & qp_index_mask].reset();
 }
 
@@ -1142,10 +1172,9 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   check(receive_cq != nullptr || (config.receive_cqn == 0 && config.receive_ring == nullptr), thing,
         fmt::format("receive CQ {:#x}", config.receive_cqn), "a CQ of this NIC",
         "create the CQ first");
-  check(!self.free_qps.empty(), thing, fmt::format("{} QPs", self.config.max_qps), "a free one",
+  check(!self.qp_numbers.empty(), thing, fmt::format("{} QPs", self.config.max_qps), "a free one",
         "raise NicConfig::max_qps");
-  const std::uint32_t index = self.free_qps.front();
-  self.free_qps.pop_front();
+  const std::uint32_t index = self.qp_numbers.take();
   auto qp = std::make_unique<HostQp>();
   self.qp_generation[index] = self.qp_generation[index] % 4095 + 1;
   qp->index = index;
@@ -1277,7 +1306,7 @@ void SoftNic::destroy_qp(std::uint32_t qpn) {
   --static_cast<HostCq*>(qp.send_cq)->users;
   if (qp.receive_cq != nullptr) --static_cast<HostCq*>(qp.receive_cq)->users;
   const std::uint32_t index = qp.index;
-  self.free_qps.push_back(index);
+  self.qp_numbers.give_back(index);
   self.qps[index].reset();
 }
 

@@ -26,6 +26,8 @@ struct SegmentHeader {
   // may have looked it up has left the pass that it was in.
   alignas(64) std::uint64_t pass;
   std::uint64_t closed;
+  // No attachment at or above this number was ever used: who looks at all of them looks at these.
+  std::uint64_t attachments_used;
   // Bit per attachment: its NIC has asked for something.
   alignas(64) std::uint64_t summary[max_peer_words];
 };

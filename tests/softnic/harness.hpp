@@ -97,6 +97,10 @@ inline std::uint32_t read_tail(const mlx5::Cqe& cqe) {
   return load<Order::acquire, Scope::system>(reinterpret_cast<const std::uint32_t*>(&cqe) + 15);
 }
 
+inline std::uint64_t read_word(const std::uint64_t& word) {
+  return load<Order::acquire, Scope::system>(&word);
+}
+
 class Cq {
  public:
   explicit Cq(SoftNic& nic, std::uint32_t log2_depth = 6, bool collapsed = false,
