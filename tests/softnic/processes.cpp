@@ -137,8 +137,6 @@ void all_operations(bool shared_here, bool shared_there, bool refused = false) {
         s.at(8) = 100;
         s.queue.post_receive(s.memory + 200000, 70000, s.key.lkey);
         s.queue.post_receive(s.memory + 300000, 64, s.key.lkey);
-        // As for a process of another user: what needs the ptrace check fails.
-        if (forbid) ::prctl(PR_SET_DUMPABLE, 0);
       },
       [](Side& s) {
         bool good = s.at(0) == 4711 && s.at(8) == 107 && s.at(16) == 4712;
