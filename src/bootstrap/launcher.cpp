@@ -409,7 +409,7 @@ void Job::reap() {
   }
   // Of ranks found ended at once, the one that a signal killed comes first: those that exited may
   // already be telling of its death.
-  std::ranges::stable_partition(ends, [](const End& end) { return !end.exited; });
+  std::stable_partition(ends.begin(), ends.end(), [](const End& end) { return !end.exited; });
   for (const End& end : ends) {
     const int status = end.info.si_status;
     if (end.exited && status == 0) continue;
