@@ -213,18 +213,28 @@ class CommandConsumer {
   CommandConsumer() = default;
   CommandConsumer(const CommandSlot* slots, std::uint32_t depth_log2, std::uint64_t* tail,
                   std::uint64_t first)
-      : slots_(slots), depth_log2_(depth_log2), tail_(tail), next_(first) {
+      : slots_(slots),
+        depth_log2_(depth_log2),
+        batch_(depth_log2 < 4   ? 1u
+               : depth_log2 > 9 ? 64u
+                                : 1u << (depth_log2 - 3)),
+        tail_(tail),
+        next_(first),
+        announced_(first) {
     *tail = first;
   }
 
   // The next command, if all four of its words have arrived. Does not consume it.
-  bool peek(Command& command) const {
+  bool peek(Command& command) {
     const CommandSlot& slot = slots_[next_ & ((1ull << depth_log2_) - 1)];
     const std::uint64_t parity = lap_parity(next_, depth_log2_);
     Word16 words[4];
     for (int i = 3; i >= 0; --i) {
       words[i] = load_word16(&slot.words[i]);
-      if ((words[i].high & parity_bit) != parity) return false;
+      if ((words[i].high & parity_bit) != parity) {
+        announce();
+        return false;
+      }
       words[i].high &= ~parity_bit;
     }
     command = decode(words);
@@ -232,10 +242,19 @@ class CommandConsumer {
   }
 
   // Consumes what peek() showed. Only after it was posted: a command that could not be posted
-  // stays and is tried again.
+  // stays and is tried again. Producers learn of the room after every eighth of the ring and
+  // whenever peek() finds nothing: a tail moved by every command would be fought over by the
+  // producers that wait for it.
   void retire() {
     ++next_;
-    // Release: the slot was read before it is handed out again.
+    if (next_ - announced_ >= batch_) announce();
+  }
+
+  // Tells the producers of every slot retired so far.
+  void announce() {
+    if (announced_ == next_) return;
+    announced_ = next_;
+    // Release: the slots were read before they are handed out again.
     store<Order::release, Scope::system>(tail_, next_);
   }
 
@@ -244,8 +263,10 @@ class CommandConsumer {
  private:
   const CommandSlot* slots_ = nullptr;
   std::uint32_t depth_log2_ = 0;
+  std::uint32_t batch_ = 1;
   std::uint64_t* tail_ = nullptr;
   std::uint64_t next_ = 0;
+  std::uint64_t announced_ = 0;  // what *tail_ says
 };
 
 }  // namespace belfry::queue
