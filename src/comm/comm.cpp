@@ -701,7 +701,6 @@ Comm::~Comm() {
       // A rank is gone: nothing of ours is being reached for, or it no longer matters.
     }
   }
-  self.bootstrap->set_progress({});
 }
 
 Comm::Implementation::~Implementation() {

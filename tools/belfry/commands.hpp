@@ -1,0 +1,29 @@
+// The subcommands, each in a file of its own.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+namespace belfry::tool {
+
+struct BenchOptions {
+  std::vector<std::string> paths;  // empty: all that work
+  std::string provider;
+  int ranks = 2;
+  std::vector<std::string> sizes;  // empty: the benchmark's own
+  std::uint32_t contexts = 1;
+  std::uint64_t iterations = 0;  // 0: the benchmark's own
+  std::string json;
+};
+
+// Each returns the exit code; throws belfry::Error.
+int demo(const std::string& json, const std::vector<std::string>& argv);
+int bench_latency(const BenchOptions& options, const std::vector<std::string>& argv);
+int bench_bandwidth(const BenchOptions& options, const std::vector<std::string>& argv);
+int bench_rate(const BenchOptions& options, const std::vector<std::string>& argv);
+int bench_alltoall(const BenchOptions& options, const std::vector<std::string>& argv);
+int bench_anatomy(const BenchOptions& options, const std::vector<std::string>& argv);
+int doctor(const std::string& json);
+
+}  // namespace belfry::tool

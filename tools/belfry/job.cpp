@@ -1,0 +1,176 @@
+#include "job.hpp"
+
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <sys/utsname.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <ctime>
+#include <fstream>
+#include <thread>
+
+#include "belfry/status.hpp"
+#include "bootstrap/launcher.hpp"
+
+namespace belfry::tool {
+
+bool is_rank() {
+  for (const char* name : {"BELFRY_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
+    if (std::getenv(name) != nullptr) return true;
+  }
+  return false;
+}
+
+int start_ranks(int ranks, const std::vector<std::string>& argv) {
+  LaunchOptions options;
+  options.ranks = ranks;
+  options.argv = argv;
+  options.argv.front() = "/proc/self/exe";
+  std::vector<char> path(4096);
+  const ssize_t n = ::readlink("/proc/self/exe", path.data(), path.size());
+  if (n > 0) options.argv.front() = std::string(path.data(), static_cast<std::size_t>(n));
+  return run_ranks_as_processes(options);
+}
+
+void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body) {
+  std::shared_ptr<Bootstrap> bootstrap = from_environment();
+  try {
+    body(bootstrap);
+  } catch (const std::exception& e) {
+    bootstrap->fail(e.what());
+    throw;
+  }
+}
+
+std::uint64_t parse_size(const std::string& text) {
+  std::uint64_t value = 0;
+  std::size_t at = 0;
+  while (at < text.size() && text[at] >= '0' && text[at] <= '9' && value < (1ull << 50)) {
+    value = value * 10 + static_cast<std::uint64_t>(text[at++] - '0');
+  }
+  const std::string unit = text.substr(at);
+  unsigned shift = 64;
+  if (unit.empty() || unit == "B") shift = 0;
+  if (unit == "K" || unit == "k" || unit == "KiB") shift = 10;
+  if (unit == "M" || unit == "MiB") shift = 20;
+  if (unit == "G" || unit == "GiB") shift = 30;
+  if (at == 0 || shift == 64 || value << shift >> shift != value || value << shift > (1ull << 40)) {
+    throw Error("size", "'" + text + "'", "a number with B, K, M or G, at most 1024G",
+                "write it like 8, 64K or 1M");
+  }
+  return value << shift;
+}
+
+std::vector<std::uint64_t> parse_sizes(const std::vector<std::string>& texts) {
+  std::vector<std::uint64_t> sizes;
+  for (const std::string& text : texts) sizes.push_back(parse_size(text));
+  return sizes;
+}
+
+std::string size_text(std::uint64_t bytes) {
+  if (bytes >= (1u << 20) && bytes % (1u << 20) == 0) return fmt::format("{} MiB", bytes >> 20);
+  if (bytes >= 1024 && bytes % 1024 == 0) return fmt::format("{} KiB", bytes >> 10);
+  return fmt::format("{} B", bytes);
+}
+
+Quantiles quantiles(std::vector<double> values) {
+  if (values.empty()) return {};
+  std::sort(values.begin(), values.end());
+  auto at = [&](double q) {
+    const auto rank = std::ceil(q * static_cast<double>(values.size()));
+    return values[static_cast<std::size_t>(std::max(1.0, rank)) - 1];
+  };
+  return {at(0.50), at(0.99)};
+}
+
+nlohmann::json machine() {
+  std::string processor = "unknown";
+  std::ifstream file("/proc/cpuinfo");
+  for (std::string line; std::getline(file, line);) {
+    if (line.starts_with("model name")) {
+      processor = line.substr(line.find(':') + 2);
+      break;
+    }
+  }
+  utsname system{};
+  ::uname(&system);
+  const std::time_t now = std::time(nullptr);
+  char date[32] = {};
+  std::tm parts{};
+  std::strftime(date, sizeof(date), "%Y-%m-%d %H:%M UTC", ::gmtime_r(&now, &parts));
+  return {{"processor", processor},
+          {"cores", std::thread::hardware_concurrency()},
+          {"kernel", std::string(system.sysname) + " " + system.release},
+          {"date", date},
+          {"executor", simt::to_string(simt::options().mode)},
+          {"gpu", "none: kernels run on the host executor"}};
+}
+
+std::string machine_line() {
+  const nlohmann::json m = machine();
+  return fmt::format("{}, {} cores, {}; {}", m["processor"].get<std::string>(),
+                     m["cores"].get<unsigned>(), m["kernel"].get<std::string>(),
+                     m["gpu"].get<std::string>());
+}
+
+namespace {
+
+[[noreturn]] void cannot_write(const std::string& file, int error) {
+  throw Error("JSON file " + file, std::strerror(error), "a file that can be written",
+              error == ENOSPC ? "free some space, or choose another place with --json"
+                              : "check the folder and its permissions, or choose another --json");
+}
+
+std::string temporary(const std::string& file) { return file + ".part"; }
+
+}  // namespace
+
+void check_writable(const std::string& file) {
+  if (file.empty()) return;
+  const int fd = ::open(temporary(file).c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+  if (fd < 0) cannot_write(file, errno);
+  ::close(fd);
+  ::unlink(temporary(file).c_str());
+}
+
+void write_json(const std::string& file, const nlohmann::json& json) {
+  if (file.empty()) return;
+  const std::string text = json.dump(2) + "\n";
+  const std::string part = temporary(file);
+  const int fd = ::open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
+  if (fd < 0) cannot_write(file, errno);
+  std::size_t written = 0;
+  int error = 0;
+  while (written < text.size() && error == 0) {
+    const ssize_t n = ::write(fd, text.data() + written, text.size() - written);
+    if (n > 0) {
+      written += static_cast<std::size_t>(n);
+    } else if (n < 0 && errno != EINTR) {
+      error = errno;
+    }
+  }
+  // Some file systems say only now that the disk is full.
+  if (error == 0 && ::fsync(fd) != 0 && errno != EINVAL) error = errno;
+  if (::close(fd) != 0 && error == 0) error = errno;
+  if (error == 0 && ::rename(part.c_str(), file.c_str()) != 0) error = errno;
+  if (error != 0) {
+    ::unlink(part.c_str());
+    cannot_write(file, error);
+  }
+}
+
+void require_ok(Status status, Comm& comm, const char* what) {
+  if (status == Status::ok) return;
+  const Health health = comm.health();
+  throw Error(
+      fmt::format("{} on rank {}", what, comm.rank()),
+      fmt::format("{}{}{}", to_string(status), health.error.empty() ? "" : ": ", health.error),
+      "ok", "see `belfry doctor`; BELFRY_PATH can choose another path");
+}
+
+}  // namespace belfry::tool

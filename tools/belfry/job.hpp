@@ -1,0 +1,48 @@
+// What the subcommands share: becoming the ranks of a job, numbers and sizes, tables and JSON.
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <nlohmann/json.hpp>
+#include <string>
+#include <vector>
+
+#include "belfry/bootstrap.hpp"
+#include "belfry/comm.hpp"
+
+namespace belfry::tool {
+
+// True when this process has been given a seat in a job (by `belfry run`, torchrun, ...).
+bool is_rank();
+
+// Starts `ranks` copies of this very command line as the ranks of a job; returns the exit code.
+int start_ranks(int ranks, const std::vector<std::string>& argv);
+
+// Runs `body` as one rank: a thrown error is told to the other ranks, and thrown on.
+void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body);
+
+// "64K,1M" and "8" in bytes; throws belfry::Error that names the text and the form wanted.
+std::uint64_t parse_size(const std::string& text);
+std::vector<std::uint64_t> parse_sizes(const std::vector<std::string>& texts);
+std::string size_text(std::uint64_t bytes);
+
+struct Quantiles {
+  double p50 = 0;
+  double p99 = 0;
+};
+Quantiles quantiles(std::vector<double> values);
+
+// Machine, cores, date: what a figure must be read with.
+nlohmann::json machine();
+std::string machine_line();
+
+// Throws belfry::Error when the file cannot be written; before the work, so that nobody measures
+// for nothing. write_json() replaces the file at once or not at all.
+void check_writable(const std::string& file);
+void write_json(const std::string& file, const nlohmann::json& json);
+
+// The errors of a communicator as an exception, for work that cannot go on without.
+void require_ok(Status status, Comm& comm, const char* what);
+
+}  // namespace belfry::tool

@@ -1,0 +1,129 @@
+// The belfry command: reads the command line, runs one subcommand, and turns errors into one
+// line on standard error and a non-zero exit.
+#include <CLI/CLI.hpp>
+#include <cstdio>
+
+#include "belfry/status.hpp"
+#include "bootstrap/launcher.hpp"
+#include "commands.hpp"
+
+namespace {
+
+using belfry::tool::BenchOptions;
+
+void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
+  command
+      ->add_option(
+          "--path", o.paths,
+          "Paths to measure, with commas: host, triggered, proxy, direct, lsa. All by default.")
+      ->delimiter(',');
+  command->add_option(
+      "--provider", o.provider,
+      "Provider of the NIC: soft (in this build); mlx5, verbs, fabric. The best by default.");
+  command->add_option("--ranks", o.ranks, "Ranks, one process each on this host.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1024));
+  command
+      ->add_option("--sizes", o.sizes,
+                   std::string("Message sizes, with commas, like 8,64K,1M. ") + sizes)
+      ->delimiter(',');
+  command
+      ->add_option("--contexts", o.contexts, "Contexts: independent sets of queues used at once.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 64));
+  command->add_option("--iterations", o.iterations,
+                      "Iterations per figure; chosen by size when left out.");
+  command->add_option("--json", o.json, "Also write the figures to this file.");
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::vector<std::string> arguments(argv, argv + argc);
+  CLI::App app{
+      "belfry: GPU-initiated networking. A kernel starts its own transfers; the paths by which it\n"
+      "can are run, compared and tested here, on the hardware that there is."};
+  app.require_subcommand(1);
+  app.set_help_all_flag("--help-all", "Help of every subcommand.");
+  app.footer(
+      "Environment: BELFRY_PATH and BELFRY_PROVIDER force a path or provider; BELFRY_SIMT_MODE\n"
+      "(cooperative, threads, seeded), BELFRY_SIMT_SEED and BELFRY_SIMT_WORKERS set the host\n"
+      "executor; BELFRY_BOOTSTRAP_TIMEOUT (seconds) is the deadline of collective set-up.");
+
+  std::string json;
+  int result = 0;
+
+  CLI::App* demo = app.add_subcommand("demo",
+                                      "The main job: verified exchanges of 4 ranks, the latency of "
+                                      "every path, and where the time goes.");
+  demo->add_option("--json", json, "Also write the latency figures to this file.");
+  demo->callback([&] { result = belfry::tool::demo(json, arguments); });
+
+  belfry::LaunchOptions launch;
+  launch.label_output = false;
+  double timeout = 0;
+  CLI::App* run = app.add_subcommand("run", "Start a program as the ranks of a job on this host.");
+  run->add_option("-n,--ranks", launch.ranks, "Ranks to start.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 4096));
+  run->add_flag("-l,--label", launch.label_output, "Put [rank] before every line of output.");
+  run->add_option("--timeout", timeout, "Seconds until the job is ended (exit code 124); 0: none.")
+      ->check(CLI::NonNegativeNumber);
+  run->add_option("PROGRAM", launch.argv, "The program and its arguments, after --.")->required();
+  run->footer(
+      "Each rank finds its seat in BELFRY_RANK and its neighbours; a job ends with the exit "
+      "code\nof the rank that failed first. Example: belfry run -n 4 -- ./ring");
+  run->positionals_at_end();
+  run->callback([&] {
+    launch.timeout = std::chrono::milliseconds(static_cast<long long>(timeout * 1000));
+    result = belfry::run_ranks_as_processes(launch);
+  });
+
+  CLI::App* bench =
+      app.add_subcommand("bench", "Measure: latency, bandwidth, rate, alltoall, anatomy.");
+  bench->require_subcommand(1);
+  BenchOptions options;
+  struct Entry {
+    const char* name;
+    const char* help;
+    const char* sizes;
+    int (*function)(const BenchOptions&, const std::vector<std::string>&);
+  };
+  static const Entry entries[] = {
+      {"latency",
+       "One-way latency of put with signal, per path and size, between ranks 0 and 1: p50 and p99, "
+       "and the ratio to host.",
+       "4 B to 1 MiB by default.", belfry::tool::bench_latency},
+      {"bandwidth", "Bandwidth of puts from rank 0 to rank 1, per path and size.",
+       "4 KiB to 4 MiB by default.", belfry::tool::bench_bandwidth},
+      {"rate", "Puts per second from rank 0 to rank 1, many in flight.", "8 B by default.",
+       belfry::tool::bench_rate},
+      {"alltoall", "Time of an all-to-all among all ranks, per path and size per pair.",
+       "8 B to 256 KiB by default.", belfry::tool::bench_alltoall},
+      {"anatomy", "Where the time of one 8-byte direct put goes, stage by stage.", "8 B only.",
+       belfry::tool::bench_anatomy},
+  };
+  for (const Entry& entry : entries) {
+    CLI::App* command = bench->add_subcommand(entry.name, entry.help);
+    add_bench_options(command, options, entry.sizes);
+    command->callback([&, function = entry.function] { result = function(options, arguments); });
+  }
+
+  CLI::App* doctor = app.add_subcommand(
+      "doctor", "What this machine has, what each path would use, and for every no the remedy.");
+  doctor->add_option("--json", json, "Also write the findings to this file.");
+  doctor->callback([&] { result = belfry::tool::doctor(json); });
+
+  try {
+    app.parse(argc, argv);
+  } catch (const CLI::ParseError& e) {
+    return app.exit(e);
+  } catch (const belfry::Error& e) {
+    std::fprintf(stderr, "belfry: %s\n", e.what());
+    return 1;
+  } catch (const std::exception& e) {
+    std::fprintf(stderr, "belfry: %s\n", e.what());
+    return 1;
+  }
+  return result;
+}
