@@ -118,6 +118,7 @@ struct Health {
   int failed_peer = -1;              // the rank it is about, -1 when none
   std::vector<int> left;             // ranks that have ended their communicator
   std::vector<int> not_in_kernel;    // ranks that have not entered a kernel yet
+  std::vector<std::string> pending;  // queues with operations in flight, one line each
   std::vector<std::string> reports;  // what the NIC complained about, since the last call
 };
 

@@ -542,12 +542,21 @@ void Comm::Implementation::attend() {
   announce();
   if (load<Order::acquire, Scope::system>(&error_record.state) == 2 && !told) {
     told = true;
-    bootstrap->fail(sentence(error_record));
+    collect_reports();
+    const std::lock_guard guard(notes_mutex);
+    // What the NIC said first is nearest to the cause.
+    failure_text = sentence(error_record);
+    if (!reports.empty()) failure_text += "; " + reports.front();
+    bootstrap->fail(failure_text);
   }
   const std::uint64_t now = simt::now_ns();
   if (now - last_check < 1'000'000) return;
   last_check = now;
   if (const auto failure = bootstrap->check()) notice(*failure);
+  collect_reports();
+}
+
+void Comm::Implementation::collect_reports() {
   for (const auto& p : providers) {
     if (p == nullptr) continue;
     for (std::string& line : p->take_reports()) {
@@ -1050,7 +1059,32 @@ Health Comm::health() {
   }
   health.left = self.left;
   health.reports = std::exchange(self.reports, {});
+  self.add_pending(health.pending);
   return health;
+}
+
+// Queues in which something has been posted and not completed, for whoever looks at a hang.
+void Comm::Implementation::add_pending(std::vector<std::string>& lines) const {
+  auto add = [&](const char* what, int peer, const queue::SendQueue* q) {
+    if (q == nullptr) return;
+    const std::uint64_t reserved = load<Order::relaxed, Scope::device>(&q->reserved);
+    const std::uint64_t ready = load<Order::relaxed, Scope::device>(&q->ready);
+    const std::uint64_t rung = load<Order::relaxed, Scope::device>(&q->rung);
+    const std::uint64_t completed = load<Order::relaxed, Scope::device>(&q->completed);
+    if (reserved == completed) return;
+    lines.push_back(fmt::format(
+        "{} queue 0x{:x} to rank {}: blocks {} completed, {} announced, {} built, {} taken", what,
+        q->qpn, peer, completed, rung, ready, reserved));
+  };
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    add("direct", static_cast<int>(i % static_cast<std::size_t>(ranks)), routes[i].send);
+  }
+  for (const Triggered& t : triggered) add("triggered", t.peer, t.queue->send_queue());
+  for (std::size_t peer = 0; peer < host.size(); ++peer) {
+    if (host[peer].queue != nullptr) {
+      add("host", static_cast<int>(peer), host[peer].queue->send_queue());
+    }
+  }
 }
 
 std::string Comm::describe() const {

@@ -60,6 +60,8 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   bool progress();
   void attend();
   void announce();
+  void collect_reports();
+  void add_pending(std::vector<std::string>& lines) const;
   void notice(const Failure& failure);
   void enter() { store<Order::relaxed, Scope::system>(&entered, 1u); }
   Status wait_host(int peer, std::uint64_t end);

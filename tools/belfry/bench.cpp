@@ -165,6 +165,8 @@ std::vector<double> ping_pong_host(Comm& comm, Window& window, std::uint64_t byt
   std::vector<double> values;
   std::uint64_t seen = comm.read_signal(0);
   const int peer = 1 - comm.rank();
+  // No ping may come before this rank has read the count.
+  comm.barrier();
   for (std::uint64_t i = 0; i < iterations; ++i) {
     const std::uint64_t start = simt::now_ns();
     for (int turn = 0; turn < 2; ++turn) {
@@ -199,7 +201,7 @@ std::vector<double> ping_pong(Comm& comm, Window& window, Path path, std::uint64
           0, 1 - comm.rank(), {op::put(window.at(bytes), window.at(0), bytes, signal_inc{0})}));
     }
     const std::uint64_t seen = comm.read_signal(0);
-    // A ping may come before this rank is in its kernel; none comes before it has read the count.
+    // As above; a ping may come before this rank is in its kernel.
     comm.barrier();
     Outcome outcome;
     launch({.grid = 1, .block = 1, .name = "ping-pong"}, ping_pong_kernel,

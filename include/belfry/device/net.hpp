@@ -393,9 +393,13 @@ class NetSet {
 
   BELFRY_DEVICE Status wait_word(const char* what, std::uint64_t id, const std::uint64_t* word,
                                  std::uint64_t at_least) const {
+    std::uint32_t turn = 0;
     return wait_until(comm_.scope, what, id, -1, at_least, word, [&] {
       // Acquire at system scope: the NIC's or the peer's writes before the signal are visible.
-      return reached(load<Order::acquire, Scope::system>(word), at_least);
+      if (reached(load<Order::acquire, Scope::system>(word), at_least)) return true;
+      // An error completion of this rank's own puts would otherwise go unseen here.
+      if (++turn % 256 == 0) poll_queues();
+      return false;
     });
   }
 
