@@ -112,6 +112,10 @@ std::vector<Row> measure_all(const BenchOptions& options, const std::vector<Path
       comm_options.provider = options.provider;
       comm_options.contexts = options.contexts;
       const auto comm = Comm::create(bootstrap, comm_options);
+      if (comm->rank() == 0) {
+        std::printf("   ... path %s\n", to_string(path));
+        std::fflush(stdout);
+      }
       for (const std::uint64_t bytes : sizes) {
         comm->barrier();
         rows.push_back({path, bytes, measure(*comm, path, bytes)});
@@ -153,6 +157,12 @@ __global__ void ping_pong_kernel(DeviceComm comm, std::uint32_t window, std::uin
     stamps[i] = now_ns() - start;
     if (load<Order::relaxed, Scope::system>(&outcome->status) != 0) return;
   }
+  // The last one is still being sent, from a window that may go when the kernel has ended.
+  if (triggers != nullptr) {
+    note(outcome, net.wait(triggers[iterations - 1]));
+  } else {
+    note(outcome, net.quiet(this_thread, peer));
+  }
 }
 
 // What a kernel of the host path does: it ends, and then the CPU sends.
@@ -183,6 +193,7 @@ std::vector<double> ping_pong_host(Comm& comm, Window& window, std::uint64_t byt
     }
     values.push_back(static_cast<double>(simt::now_ns() - start) / 2000);
   }
+  require_ok(comm.quiet(peer), comm, "end of the host path");
   return values;
 }
 
@@ -409,6 +420,7 @@ int bench_alltoall(const BenchOptions& options, const std::vector<std::string>& 
       values.push_back(static_cast<double>(simt::now_ns() - start) / 1000);
       require_ok(static_cast<Status>(outcome.status), comm, "all-to-all");
     }
+    comm.barrier();
     return quantiles(values);
   });
   if (is_rank_0()) {

@@ -210,7 +210,9 @@ __global__ void stress_kernel(DeviceComm comm, std::uint32_t window, std::uint64
     std::uint64_t value = 0;
     switch (s.kind) {
       case 0: ticket = net.put(this_warp, s.peer, slot, source, s.bytes, counter_inc{c}); break;
-      case 1: ticket = net.put_value(this_warp, s.peer, slot, mix(seed, n, 0), counter_inc{c}); break;
+      case 1:
+        ticket = net.put_value(this_warp, s.peer, slot, mix(seed, n, 0), counter_inc{c});
+        break;
       case 2:
         // Rows of 24 bytes, 64 apart there and 48 apart here.
         ticket = net.put_2d(this_warp, s.peer, slot, 64, source, 48, 24, 16, counter_inc{c});
