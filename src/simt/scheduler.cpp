@@ -232,7 +232,8 @@ void Scheduler::throw_killed() {
 }
 
 void Scheduler::preempt(Fiber* self) {
-  ++self->steps;
+  // More steps than its last turn had: it is not in a waiting loop, even if it never yields.
+  if (++self->steps > self->steps_before) progress_ = true;
   virtual_ns_ += 1;
   if ((split_mix(random_) & switch_mask_) == 0) switch_from(self);
 }
