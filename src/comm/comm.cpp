@@ -83,7 +83,12 @@ void check(const CommOptions& o) {
   bound("command_depth", o.command_depth, 1, 1u << 16);
   power_of_two("command_depth", o.command_depth);
   bound("result_slots", o.result_slots, 2, (1u << queue::command_bits::result_slot) - 1);
+  if (o.lsa_ranks < 0) {
+    throw Error("option lsa_ranks", std::to_string(o.lsa_ranks), "0 to 65536",
+                "correct the communicator's options");
+  }
   bound("lsa_ranks", static_cast<std::uint64_t>(o.lsa_ranks), 0, 65536);
+  bound("path", static_cast<std::uint64_t>(o.path), 0, static_cast<std::uint64_t>(Path::lsa));
   bound("timeout (ns)", static_cast<std::uint64_t>(o.timeout.count()), 1, ~0ull >> 1);
   bound("startup_timeout (ns)", static_cast<std::uint64_t>(o.startup_timeout.count()), 1,
         ~0ull >> 1);
@@ -842,7 +847,7 @@ Status Comm::quiet(int peer) {
   Implementation& self = *self_;
   const int first = peer < 0 ? 0 : peer;
   const int last = peer < 0 ? self.ranks - 1 : peer;
-  if (last >= self.ranks) self.refuse(queue::Command{}, peer, post::Resolved{});
+  if (peer < -1 || last >= self.ranks) self.refuse(queue::Command{}, peer, post::Resolved{});
   for (int p = first; p <= last; ++p) {
     HostQueue& h = self.host[static_cast<std::size_t>(p)];
     if (h.queue == nullptr) continue;
@@ -928,7 +933,7 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
                     "put, put_value, put_2d, get or signal",
                     "post it with Comm::post, or use path direct");
       }
-      const post::Sequence sequence(q, c, part.resolved.back());
+      const post::Sequence sequence(q, c, part.resolved.back(), post::Source::by_nic);
       for (std::uint64_t i = 0; i < sequence.size() && part.blocks <= q.depth; ++i) {
         part.blocks += sequence.blocks(i);
       }
@@ -960,7 +965,7 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
     const std::uint64_t end = parts[i].first + parts[i].blocks;
     for (std::size_t k = 0; k < group[i].operations.size(); ++k) {
       const queue::Command& c = group[i].operations[k];
-      const post::Sequence sequence(q, c, parts[i].resolved[k]);
+      const post::Sequence sequence(q, c, parts[i].resolved[k], post::Source::by_nic);
       for (std::uint64_t n = 0; n < sequence.size(); ++n) {
         const std::uint64_t next = index + sequence.blocks(n);
         // One completion entry per request, so that its place is known now.

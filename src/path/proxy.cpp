@@ -75,7 +75,8 @@ bool ProxyChannel::post_arrived(const DeviceComm& comm) {
 }
 
 bool ProxyChannel::mirror_completed() {
-  if (completed_ == consumer_.next()) return false;
+  // A command posted in part waits for its own first blocks to complete.
+  if (completed_ == consumer_.next() && done_ == 0) return false;
   queue_->poll();
   const std::uint64_t before = completed_;
   while (completed_ != consumer_.next() &&

@@ -25,12 +25,16 @@ void fill_scratch(std::byte* memory, std::uint64_t bytes, std::uint64_t seed) {
 }
 
 void check_bytes(Result& result, const Op& op, const std::byte* found, const std::byte* wanted) {
-  for (std::uint64_t row = 0; row < std::max<std::uint32_t>(op.rows, 1); ++row) {
-    if (std::memcmp(found + row * op.dst_pitch, wanted + row * op.dst_pitch, op.bytes) == 0) {
-      continue;
-    }
-    result.note(fmt::format("{} bytes at {} of window {} were not there when told", op.bytes,
-                            op.dst + row * op.dst_pitch, op.dst_window));
+  for (std::uint64_t row = 0; row < op.rows; ++row) {
+    const std::uint64_t skip = row * op.dst_pitch;
+    if (std::memcmp(found + skip, wanted + skip, op.bytes) == 0) continue;
+    std::uint64_t at = skip;
+    while (found[at] == wanted[at]) ++at;
+    result.note(fmt::format(
+        "{} bytes at {} of window {} were not there when told: at {} 0x{:02x} instead of 0x{:02x}",
+        op.bytes, op.dst + skip, op.dst_window, at, std::to_integer<unsigned>(found[at]),
+        std::to_integer<unsigned>(wanted[at])));
+    return;
   }
 }
 
@@ -231,7 +235,7 @@ class Maker {
     Op check = op;
     check.kind = Kind::check;
     if (op.kind != Kind::put_2d) {
-      check.rows = 0;
+      check.rows = 1;
       check.dst_pitch = 0;
     }
     return check;

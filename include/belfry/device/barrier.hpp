@@ -39,6 +39,8 @@ class BarrierSet {
  private:
   BELFRY_DEVICE Status disseminate() const {
     const DeviceComm& comm = net_.comm();
+    // A device_comm of another version: nothing behind its first fields is where it is sought.
+    if (!net_.usable_) return Status::failed;
     if (index_ >= comm.barriers) {
       queue::Command c;
       return post::report(comm, c, -1, 0, ErrorReason::bad_argument, index_);
@@ -51,7 +53,7 @@ class BarrierSet {
     for (std::int32_t step = 1; step < team.size; step *= 2, ++round) {
       const int peer = team.ranks[(team.rank + step) % team.size];
       const std::uint64_t offset = comm.barrier_offset(team_, index_, round);
-      const Status posted = net_.barrier_signal(peer, offset);
+      const Status posted = net_.barrier_signal(peer, offset, target);
       if (posted != Status::ok) return posted;
       const Status seen = net_.barrier_wait(offset, target);
       if (seen != Status::ok) return seen;

@@ -342,12 +342,14 @@ class NetSet {
   friend class BarrierSet;
 
   // Barriers use signals of their own, past the user's, by their number in window 0.
-  BELFRY_DEVICE Status barrier_signal(int peer, std::uint64_t offset) const {
+  // Each has one sender, so it is set to the epoch, not added to: a barrier that timed out may be
+  // repeated and counts once.
+  BELFRY_DEVICE Status barrier_signal(int peer, std::uint64_t offset, std::uint64_t epoch) const {
     queue::Command c;
     c.operation = queue::Operation::signal;
-    c.signal_op = queue::SignalOp::add;
+    c.signal_op = queue::SignalOp::set;
     c.signal_id = static_cast<std::uint32_t>(offset / 8);
-    c.signal_value = 1;
+    c.signal_value = epoch;
     return run_command(this_thread, peer, c, true, post::Doorbell::now).status;
   }
   BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {
@@ -414,7 +416,11 @@ class NetSet {
 
   BELFRY_DEVICE Status wait_end(const Route& r, std::uint64_t end) const {
     if constexpr (Paths.has(Path::direct)) {
-      if (r.nic == Path::direct) return queue::wait_complete(*r.send, end, comm_.scope);
+      if (r.nic == Path::direct) {
+        // What a batch has built and not announced would never complete.
+        const Status status = queue::ring(*r.send, end, comm_.scope);
+        return status != Status::ok ? status : queue::wait_complete(*r.send, end, comm_.scope);
+      }
     }
     if constexpr (Paths.has(Path::proxy)) {
       if (r.nic == Path::proxy) return queue::wait_complete(*r.ring, end, comm_.scope);
@@ -512,6 +518,12 @@ class NetSet {
     }
     if constexpr (Paths.has(Path::proxy)) {
       if (r.nic == Path::proxy) {
+        // Only a pitch can be too wide: the windows bound the rest.
+        if (c.operation == queue::Operation::put_2d && !queue::encodable(c)) {
+          ticket.status = refuse(ErrorReason::bad_argument, c.operation, peer,
+                                 c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch);
+          return ticket;
+        }
         if constexpr (std::is_same_v<Group, EachLane>) {
           return push_lanes(r, c, pay_fence);
         } else {
@@ -597,9 +609,14 @@ class NetSet {
 
   // ---- proxy ----
 
-  // The command itself needs no fence; what it refers to does, once.
-  BELFRY_DEVICE static void release_payload(const queue::Command& c, bool pay_fence) {
-    if (pay_fence && post::has_source(c.operation)) fence<Order::release, Scope::system>();
+  // The command itself needs no fence; what it refers to does, once, and so do the stores that
+  // its signal must not overtake where the peer is also reached by stores.
+  BELFRY_DEVICE static void release_payload(const Route& r, const queue::Command& c,
+                                            bool pay_fence) {
+    const bool tells = r.lsa != 0 && c.signal_op != queue::SignalOp::none;
+    if (pay_fence && (tells || post::has_source(c.operation))) {
+      fence<Order::release, Scope::system>();
+    }
   }
 
   BELFRY_DEVICE Ticket push_one(const Route& r, const queue::Command& c, bool pay_fence) const {
@@ -609,7 +626,7 @@ class NetSet {
     std::uint64_t first = 0;
     ticket.status = queue::reserve(*r.ring, 1, comm_.scope, first);
     if (ticket.status != Status::ok) return ticket;
-    release_payload(c, pay_fence);
+    release_payload(r, c, pay_fence);
     queue::publish(*r.ring, first, c);
     ticket.end = first + 1;
     return ticket;
@@ -634,7 +651,7 @@ class NetSet {
     if (ticket.status != Status::ok) return ticket;
     first =
         __shfl_sync(together, static_cast<unsigned long long>(first), static_cast<int>(first_lane));
-    release_payload(c, pay_fence);
+    release_payload(r, c, pay_fence);
     queue::publish(*r.ring, first + before, c);
     ticket.end = first + before + 1;
     return ticket;
@@ -666,7 +683,7 @@ class NetSet {
         belfry::detail::copy_bytes(group, local, remote + c.dst_offset, c.bytes);
         break;
       case Operation::put_2d:
-        for (std::uint64_t row = 0; row < c.rows; ++row) {
+        for (std::uint64_t row = 0; c.bytes != 0 && row < c.rows; ++row) {
           belfry::detail::copy_bytes(group, remote + c.dst_offset + row * c.dst_pitch,
                                      local + row * c.src_pitch, c.bytes);
         }
@@ -743,8 +760,18 @@ class NetSet {
       if (r.nic == Path::direct) {
         ticket.status = queue::acquire_result(*r.send, comm_.scope, c.result_slot);
         if (ticket.status != Status::ok) return ticket;
-        ticket = post_one(r, c, resolved, post::Doorbell::now);
-        if (ticket.status != Status::ok) queue::release_result(*r.send, c.result_slot);
+        // No operation that is still to come ends there.
+        const std::uint64_t past = load<Order::relaxed, Scope::device>(&r.send->completed);
+        ticket.route = &r;
+        ticket.slot = c.result_slot;
+        ticket.end = past;
+        ticket.status =
+            post::submit(*r.send, c, resolved, post::Doorbell::now, comm_.scope, ticket.end);
+        // Once its WQE is built it may be announced by another thread, and then the NIC writes to
+        // the slot: it is lost to this failure.
+        if (ticket.status != Status::ok && ticket.end == past) {
+          queue::release_result(*r.send, c.result_slot);
+        }
         return ticket;
       }
     }
@@ -753,6 +780,8 @@ class NetSet {
         ticket.status = queue::acquire_result(*r.ring, comm_.scope, c.result_slot);
         if (ticket.status != Status::ok) return ticket;
         ticket = push_one(r, c, false);
+        // Not pushed: nobody will write to it.
+        if (ticket.status != Status::ok) queue::release_result(*r.ring, c.result_slot);
         return ticket;
       }
     }
@@ -862,8 +891,10 @@ class BatchSet {
 
   // Announces what was given so far; ok, or the status of the first thing that went wrong.
   BELFRY_DEVICE Status ring() {
-    if (pending_.route != nullptr && status_ == Status::ok) {
-      status_ = queue::ring(*pending_.route->send, pending_.end, net_.comm().scope);
+    if (pending_.route != nullptr) {
+      // Also after a failure: what was built before it was promised by its tickets.
+      const Status rung = queue::ring(*pending_.route->send, pending_.end, net_.comm().scope);
+      if (status_ == Status::ok) status_ = rung;
     }
     pending_ = Ticket{};
     return status_;
@@ -871,7 +902,10 @@ class BatchSet {
 
  private:
   BELFRY_DEVICE Ticket add(int peer, const queue::Command& c, bool pay_fence) {
-    if (!net_.user_signal(c)) return net_.refused(c, peer);
+    if (!net_.user_signal(c)) {
+      status_ = Status::failed;
+      return net_.refused(c, peer);
+    }
     // A change of peer, or a queue that would fill up with what nobody has announced, rings.
     if (pending_.route != nullptr) {
       queue::SendQueue& q = *pending_.route->send;

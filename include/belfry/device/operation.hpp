@@ -106,8 +106,9 @@ BELFRY_HOST_DEVICE queue::Command put_2d(Place dst, std::uint64_t dst_pitch, Pla
   queue::Command c = detail::at(queue::Operation::put_2d, dst, src);
   c.bytes = row_bytes;
   c.rows = rows;
-  c.dst_pitch = dst_pitch;
-  c.src_pitch = src_pitch;
+  // Of a single row the pitches mean nothing, and need not fit anywhere.
+  c.dst_pitch = rows > 1 ? dst_pitch : 0;
+  c.src_pitch = rows > 1 ? src_pitch : 0;
   (detail::apply(c, extra), ...);
   return c;
 }

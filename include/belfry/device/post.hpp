@@ -24,10 +24,14 @@ struct Resolved {
   std::uint64_t detail = 0;
 };
 
-// The bytes from the first to past the last byte that a strided rectangle touches.
+// The bytes from the first to past the last byte that a strided rectangle touches; the largest
+// number when that does not fit in 64 bits, so that no window has room for it.
 BELFRY_HOST_DEVICE constexpr std::uint64_t extent(std::uint64_t rows, std::uint64_t row_bytes,
                                                   std::uint64_t pitch) {
-  return rows == 0 ? 0 : (rows - 1) * pitch + row_bytes;
+  constexpr std::uint64_t most = ~0ull;
+  if (rows == 0) return 0;
+  if (rows > 1 && pitch > (most - row_bytes) / (rows - 1)) return most;
+  return (rows - 1) * pitch + row_bytes;
 }
 
 BELFRY_HOST_DEVICE constexpr bool inside(std::uint64_t offset, std::uint64_t bytes,
@@ -99,12 +103,16 @@ BELFRY_HOST_DEVICE inline Status report(const DeviceComm& comm, const queue::Com
   return Status::failed;
 }
 
+// When an operation's source is read: a small one at its posting, into the WQE; by the NIC when it
+// executes the WQE, for what is built before its source holds what is to be sent.
+enum class Source : bool { at_posting, by_nic };
+
 // The WQEs of one operation on one queue: how many, how large each is, and how each is built.
 class Sequence {
  public:
   BELFRY_HOST_DEVICE Sequence(const queue::SendQueue& queue, const queue::Command& command,
-                              const Resolved& resolved)
-      : queue_(queue), c_(command), r_(resolved) {
+                              const Resolved& resolved, Source source = Source::at_posting)
+      : queue_(queue), c_(command), r_(resolved), source_(source) {
     using queue::Operation;
     switch (c_.operation) {
       case Operation::put:
@@ -203,8 +211,8 @@ class Sequence {
     const queue::RemoteBuffer remote{r_.remote.address + dst_skip + begin, r_.remote.rkey};
     const queue::LocalBuffer local{r_.local.address + src_skip + begin, r_.local.lkey};
     const auto* source = reinterpret_cast<const std::uint32_t*>(local.address);
-    if (c_.operation != queue::Operation::get && length <= one_block_inline && length % 4 == 0 &&
-        local.address % 4 == 0) {
+    if (c_.operation != queue::Operation::get && source_ == Source::at_posting &&
+        length <= one_block_inline && length % 4 == 0 && local.address % 4 == 0) {
       queue::build_write_inline(queue_, index, remote, length, signalled,
                                 [source](std::uint32_t word) { return source[word]; });
     } else {
@@ -233,6 +241,7 @@ class Sequence {
   const queue::SendQueue& queue_;
   const queue::Command& c_;
   const Resolved& r_;
+  Source source_;
   std::uint64_t data_ = 0;
   std::uint64_t total_ = 0;
   std::uint64_t pieces_ = 1;
