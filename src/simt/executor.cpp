@@ -293,6 +293,7 @@ bool Executor::admit_block(const std::shared_ptr<LaunchState>& state) {
   resident_ += threads;
   const auto index = static_cast<std::size_t>(least - load_.begin());
   block->scheduler = schedulers_[index].get();
+  happens_before(block.get());
   schedulers_[index]->post(std::move(block));
   return true;
 }

@@ -332,6 +332,7 @@ void Scheduler::run_task(Fiber* self) {
   Block* block = self->owner;
   LaunchState& launch = *block->launch;
   happens_after(&launch);
+  happens_after(block);  // prepare()
   std::exception_ptr error;
   try {
     if (!self->killed) launch.call->run();
@@ -354,6 +355,7 @@ void Scheduler::finished(Fiber* self) {
     executor_.rank_ended(*task->run);
   } else {
     Block* block = self->owner;
+    happens_before(&block->arena);
     block->exited(self);
     if (self->spawner && block->unstarted > 0) {  // then the block is alive
       assign_thread(self, block);
@@ -363,7 +365,10 @@ void Scheduler::finished(Fiber* self) {
     self->spawner = false;
     unready(self);
     threads_.put(self);
-    if (block->live == 0) block_ended(block);
+    if (block->live == 0) {
+      happens_after(&block->arena);  // it goes to another block
+      block_ended(block);
+    }
   }
   Fiber* to = next();
   this_thread = to;

@@ -164,12 +164,14 @@ void named_barrier(unsigned id, unsigned threads, bool waits) {
 
 void* shared_variable(const void* site, std::size_t bytes, std::size_t align) {
   Block& block = *in_kernel("BELFRY_SHARED")->owner;
+  happens_after(&block.variables);  // as the memory came from whichever thread asked first
   for (const Block::Variable& variable : block.variables)
     if (variable.site == site) return variable.memory;
   void* memory = block.arena.allocate(bytes, align);
   // What a GPU's shared memory holds at first is left over from others.
   if (preemptive) __builtin_memset(memory, 0xa5, bytes);
   block.variables.push_back({site, memory});
+  happens_before(&block.variables);
   return memory;
 }
 

@@ -213,7 +213,7 @@ TEST_P(Launches, a_thousand_launches_leave_nothing_behind) {
   };
   run(100);
   const std::size_t fds = descriptors();
-  const long pages = resident_pages();
+  [[maybe_unused]] const long pages = resident_pages();
   run(1000);
   EXPECT_EQ(descriptors(), fds);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)
