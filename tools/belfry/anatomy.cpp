@@ -4,6 +4,8 @@
 
 #include <array>
 #include <cstdio>
+#include <cstring>
+#include <map>
 
 #include "belfry/device/net.hpp"
 #include "belfry/launch.hpp"
@@ -36,43 +38,54 @@ struct Stamps {
   std::uint64_t index;  // the WQE's
 };
 
-// Posts one put by its five steps, a stamp after each.
-__global__ void post_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t round,
+// Rank 0: posts a put a round by its five steps, a stamp after each; the peer polls by then.
+__global__ void post_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t rounds,
                             Stamps* stamps, std::uint32_t* failed) {
+  Net net{comm, 0};
   queue::SendQueue& q = *comm.routes[1].send;
-  const queue::Command command = op::put_value(Place{window, 0}, round);
-  const post::Resolved resolved = post::resolve(comm, command, 1);
-  const post::Sequence sequence(q, command, resolved);
-  Stamps s{};
-  s.at[start] = now_ns();
-  Status status = queue::reserve(q, 1, comm.scope, s.index);
-  s.at[reserved] = now_ns();
-  if (status == Status::ok) {
-    sequence.build(0, s.index, queue::Signalled::yes);
-    s.at[built] = now_ns();
-    status = queue::make_ready(q, s.index, 1, comm.scope);
-    s.at[published] = now_ns();
+  Status status = Status::ok;
+  for (std::uint64_t round = 1; round <= rounds && status == Status::ok; ++round) {
+    status = net.wait_signal(this_thread, 0, round);
+    if (status != Status::ok) break;
+    const queue::Command command = op::put_value(Place{window, 0}, round);
+    const post::Resolved resolved = post::resolve(comm, command, 1);
+    const post::Sequence sequence(q, command, resolved);
+    Stamps s{};
+    s.at[start] = now_ns();
+    status = queue::reserve(q, 1, comm.scope, s.index);
+    s.at[reserved] = now_ns();
+    if (status == Status::ok) {
+      sequence.build(0, s.index, queue::Signalled::yes);
+      s.at[built] = now_ns();
+      status = queue::make_ready(q, s.index, 1, comm.scope);
+      s.at[published] = now_ns();
+    }
+    if (status == Status::ok) {
+      status = queue::ring(q, s.index + 1, comm.scope);
+      s.at[rung] = now_ns();
+    }
+    if (status == Status::ok) status = queue::wait_complete(q, s.index + 1, comm.scope);
+    s.at[cqe_seen] = now_ns();
+    stamps[round - 1] = s;
   }
-  if (status == Status::ok) {
-    status = queue::ring(q, s.index + 1, comm.scope);
-    s.at[rung] = now_ns();
-  }
-  if (status == Status::ok) status = queue::wait_complete(q, s.index + 1, comm.scope);
-  s.at[cqe_seen] = now_ns();
-  *stamps = s;
-  if (status != Status::ok) *failed = static_cast<std::uint32_t>(status);
+  *failed = static_cast<std::uint32_t>(status);
 }
 
-// The peer polls the word itself, then says that it is ready for the next round.
-__global__ void watch_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t round,
-                             std::uint64_t* stamp, std::uint32_t* failed) {
+// Rank 1: says that it polls, and polls the word itself.
+__global__ void watch_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t rounds,
+                             std::uint64_t* stamps, std::uint32_t* failed) {
   Net net{comm, 0};
-  auto* word = static_cast<const std::uint64_t*>(net.local_ptr(window, 0));
-  const Status status = wait_until(comm.scope, "word", 0, 0, round, word, [&] {
-    return load<Order::acquire, Scope::system>(word) == round;
-  });
-  *stamp = now_ns();
-  if (status != Status::ok) *failed = static_cast<std::uint32_t>(status);
+  const auto* word = static_cast<const std::uint64_t*>(net.local_ptr(window, 0));
+  Status status = Status::ok;
+  for (std::uint64_t round = 1; round <= rounds && status == Status::ok; ++round) {
+    status = net.signal(this_thread, 0, signal_inc{0}).status;
+    if (status == Status::ok) status = net.quiet(this_thread, 0);
+    if (status != Status::ok) break;
+    status = wait_until(comm.scope, "word", 0, 0, round, word,
+                        [&] { return load<Order::acquire, Scope::system>(word) == round; });
+    stamps[round - 1] = now_ns();
+  }
+  *failed = static_cast<std::uint32_t>(status);
 }
 
 struct Line {
@@ -96,25 +109,25 @@ constexpr Line lines[] = {
     {"one way, start to peer saw", "peer", start, peer_saw},
 };
 
-void take_nic_stamps(Comm& comm, Stamps& s) {
+// Fits the NIC's stamps to the puts, by WQE index.
+void take_nic_stamps(Comm& comm, std::vector<Stamps>& all) {
+  std::map<std::uint16_t, Stamps*> by_index;
+  for (Stamps& s : all) by_index[static_cast<std::uint16_t>(s.index)] = &s;
+  const std::uint32_t qpn = comm.device_comm().routes[1].send->qpn;
   for (const Comm::TraceEvent& e : comm.take_trace()) {
-    const auto index = static_cast<std::uint16_t>(s.index);
-    switch (static_cast<softnic::Stage>(e.stage)) {
-      case softnic::Stage::doorbell:
-        if (e.index == static_cast<std::uint16_t>(index + 1)) s.at[doorbell_seen] = e.ns;
-        break;
-      case softnic::Stage::fetched:
-        if (e.index == index) s.at[fetched] = e.ns;
-        break;
-      case softnic::Stage::moved:
-        if (e.index == index) s.at[moved] = e.ns;
-        break;
-      case softnic::Stage::visible:
-        if (e.index == index) s.at[visible] = e.ns;
-        break;
-      case softnic::Stage::cqe:
-        if (e.index == index) s.at[cqe_written] = e.ns;
-        break;
+    const auto stage = static_cast<softnic::Stage>(e.stage);
+    // A doorbell carries the index that it announced up to.
+    const auto index =
+        static_cast<std::uint16_t>(e.index - (stage == softnic::Stage::doorbell ? 1 : 0));
+    const auto found = by_index.find(index);
+    if (e.queue != qpn || found == by_index.end()) continue;
+    Stamps& s = *found->second;
+    switch (stage) {
+      case softnic::Stage::doorbell: s.at[doorbell_seen] = e.ns; break;
+      case softnic::Stage::fetched: s.at[fetched] = e.ns; break;
+      case softnic::Stage::moved: s.at[moved] = e.ns; break;
+      case softnic::Stage::visible: s.at[visible] = e.ns; break;
+      case softnic::Stage::cqe: s.at[cqe_written] = e.ns; break;
       case softnic::Stage::served: break;
     }
   }
@@ -128,28 +141,35 @@ void measure(std::shared_ptr<Bootstrap> bootstrap, const BenchOptions& options) 
   comm_options.softnic.trace = true;
   const auto comm = Comm::create(bootstrap, comm_options);
   Window window = comm->window(4096);
-  const std::uint64_t rounds = options.iterations == 0 ? 1000 : options.iterations;
-  const std::uint64_t warm_up = 50;
+  const std::uint64_t warm_up = 100;
+  const std::uint64_t rounds = options.iterations == 0 ? 2000 : options.iterations;
+  if (rounds > 10000) {
+    throw Error("--iterations", std::to_string(rounds), "1 to 10000, which the NIC's trace holds",
+                "use fewer");
+  }
+  std::vector<Stamps> stamps(rounds + warm_up);
+  std::vector<std::uint64_t> seen(rounds + warm_up);
+  std::uint32_t failed = 0;
+  comm->barrier();
+  if (comm->rank() == 0) {
+    (void)comm->take_trace();
+    launch({.grid = 1, .block = 1, .name = "anatomy"}, post_kernel,
+           comm->device_comm({.signals = 1}), window.id(), rounds + warm_up, stamps.data(), &failed)
+        .wait();
+    take_nic_stamps(*comm, stamps);
+  } else {
+    launch({.grid = 1, .block = 1, .name = "watch"}, watch_kernel,
+           comm->device_comm({.signals = 1}), window.id(), rounds + warm_up, seen.data(), &failed)
+        .wait();
+  }
+  require_ok(static_cast<Status>(failed), *comm, "anatomy");
+  const std::vector<std::byte> peer =
+      bootstrap->broadcast(1, std::as_bytes(std::span(seen.data(), seen.size())));
+  std::memcpy(seen.data(), peer.data(), peer.size());
   std::array<std::vector<double>, std::size(lines)> values;
-  for (std::uint64_t round = 1; round <= rounds + warm_up; ++round) {
-    Stamps s{};
-    std::uint64_t seen = 0;
-    std::uint32_t failed = 0;
-    comm->barrier();
-    if (comm->rank() == 0) {
-      (void)comm->take_trace();
-      launch({.grid = 1, .block = 1, .name = "anatomy"}, post_kernel, comm->device_comm(),
-             window.id(), round, &s, &failed)
-          .wait();
-      take_nic_stamps(*comm, s);
-    } else {
-      launch({.grid = 1, .block = 1, .name = "watch"}, watch_kernel, comm->device_comm(),
-             window.id(), round, &seen, &failed)
-          .wait();
-    }
-    require_ok(static_cast<Status>(failed), *comm, "anatomy");
-    s.at[peer_saw] = bootstrap->broadcast_value(1, seen);
-    if (comm->rank() != 0 || round <= warm_up) continue;
+  for (std::uint64_t round = warm_up; round < rounds + warm_up && comm->rank() == 0; ++round) {
+    Stamps& s = stamps[round];
+    s.at[peer_saw] = seen[round];
     for (std::size_t i = 0; i < std::size(lines); ++i) {
       const std::uint64_t from = s.at[lines[i].from];
       const std::uint64_t to = s.at[lines[i].to];
@@ -161,6 +181,7 @@ void measure(std::shared_ptr<Bootstrap> bootstrap, const BenchOptions& options) 
       values[i].push_back(static_cast<double>(static_cast<std::int64_t>(to - from)));
     }
   }
+  comm->barrier();
   if (comm->rank() != 0) return;
   std::printf(
       "Anatomy of one 8-byte direct put (value in the WQE), nanoseconds, %llu puts\n   %s\n",
