@@ -51,8 +51,9 @@ std::string this_host();
 //
 // Collective operations return on every rank, or throw belfry::Error on every rank within the
 // deadline: because a rank failed, died, left, stayed silent, or called another operation. The
-// Error names that rank, the operation and the remedy. The first failure stays: every later
-// operation throws it again at once.
+// Error names that rank, the operation and the remedy. A rank that fails after it gave its part
+// may be too late to keep the others from completing; they learn of it by check() or the next
+// operation. The first failure stays: every later operation throws it again at once.
 class Bootstrap {
  public:
   virtual ~Bootstrap() = default;

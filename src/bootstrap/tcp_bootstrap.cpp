@@ -35,6 +35,8 @@ constexpr nanoseconds plain_sleep = milliseconds(20);
 // How long a stranger may keep a connection before it is dropped, however long the job's deadline.
 constexpr nanoseconds stranger_deadline = std::chrono::seconds(5);
 constexpr std::size_t max_strangers = 64;  // beyond the ranks; the oldest goes first
+// How long a rank that goes, or gives up, waits for its last messages to be taken.
+constexpr nanoseconds last_words = std::chrono::seconds(2);
 // A served socket gives way to the others after this much.
 constexpr std::size_t receive_at_once = std::size_t{1} << 20;
 
@@ -49,7 +51,7 @@ struct Peer {
   bool left = false;   // said goodbye
 };
 
-enum class Refusal : std::uint32_t { token = 1, version, size, rank, duplicate };
+enum class Refusal : std::uint32_t { token = 1, version, size, rank, duplicate, late };
 
 const char* remedy_for(std::uint32_t refusal) {
   switch (static_cast<Refusal>(refusal)) {
@@ -59,6 +61,7 @@ const char* remedy_for(std::uint32_t refusal) {
     case Refusal::rank: return "number the ranks from 0 to BELFRY_RANKS - 1 in BELFRY_RANK";
     case Refusal::duplicate:
       return "give every rank its own BELFRY_RANK, and end what is left of an earlier job";
+    case Refusal::late: return "correct that, and start the job again";
   }
   return "run the same build of belfry on every rank";
 }
@@ -163,6 +166,8 @@ struct TcpBootstrap::State {
   std::optional<Failure> failure;
   std::optional<Failure> departure;
   std::uint64_t sequence = 0;
+  bool collecting = false;       // rank 0 waits for the contributions to operation `sequence`
+  std::optional<int> impatient;  // a rank whose deadline for it passed before rank 0's
   std::atomic<bool> busy{false};
 
   bool is_root() const { return options.rank == 0; }
@@ -204,7 +209,16 @@ struct TcpBootstrap::State {
       case Kind::failure: {
         auto news = decode_failure(frame.header, frame.payload, options.ranks);
         if (!news) return misbehaved(rank, "it sent a failure that cannot be read");
-        if (is_root()) news->rank = rank;  // a rank speaks for itself only
+        if (is_root()) {
+          // A rank that gave up waiting does not know for whom; rank 0 does.
+          if (news->kind == Failure::Kind::stalled && collecting &&
+              frame.header.sequence == sequence) {
+            impatient = rank;
+            return;
+          }
+          news->rank = rank;  // a rank speaks for itself only
+          news->kind = Failure::Kind::reported;
+        }
         return note(std::move(*news));
       }
       case Kind::contribution:
@@ -301,6 +315,25 @@ struct TcpBootstrap::State {
         append_polls(fds);
       }
       if (deadline.passed()) return Waited::late;
+      if (hooked) progress();
+      wait_ready(fds, std::min(deadline.left(), hooked ? hooked_sleep : plain_sleep));
+    }
+  }
+
+  // Until everything is sent, except to who is gone, or until the deadline.
+  template <class Progress>
+  void see_off(Deadline deadline, Progress progress, bool hooked) {
+    std::vector<pollfd> fds;
+    while (!deadline.passed()) {
+      {
+        std::lock_guard lock(mutex);
+        fds.clear();
+        for (Peer& peer : peers) {
+          if (!peer.out.empty()) flush(peer);
+          if (!peer.out.empty()) fds.push_back({peer.socket.get(), POLLOUT, 0});
+        }
+      }
+      if (fds.empty()) return;
       if (hooked) progress();
       wait_ready(fds, std::min(deadline.left(), hooked ? hooked_sleep : plain_sleep));
     }
@@ -467,6 +500,26 @@ void TcpBootstrap::State::join_as_root() {
     ++refused_count;
     if (refused.size() < 8) refused.push_back(from + ": " + why);
   };
+  // Ranks that knocked and were not let in yet would wait for an answer until their deadline.
+  const auto tell_latecomers = [&](const std::string& reason) {
+    for (std::size_t i = 0; i < ranks + max_strangers; ++i) {
+      Fd socket(::accept4(listener.get(), nullptr, nullptr, SOCK_CLOEXEC | SOCK_NONBLOCK));
+      if (!socket) break;
+      strangers.push_back({std::move(socket), {}, deadline, {}});
+    }
+    for (Stranger& stranger : strangers) {
+      if (!stranger.socket) continue;
+      stranger.hello.resize(hello_max_bytes);
+      const ssize_t n =
+          ::recv(stranger.socket.get(), stranger.hello.data(), stranger.hello.size(), MSG_DONTWAIT);
+      stranger.hello.resize(n > 0 ? static_cast<std::size_t>(n) : 0);
+      const auto progress = parse_hello(stranger.hello);
+      if (progress.state >= HelloProgress::State::prefix_only &&
+          equal_in_constant_time(progress.hello.token, token)) {
+        refuse(stranger, Refusal::late, "the job could not start: " + reason);
+      }
+    }
+  };
   // The job cannot start any more: everyone who joined learns why, then the caller.
   const auto give_up = [&](const Failure& why, const std::string& wanted,
                            const std::string& remedy) {
@@ -479,6 +532,7 @@ void TcpBootstrap::State::join_as_root() {
                                          : fmt::format("{} other connections were", refused_count));
       found += fmt::format("{}", fmt::join(refused, ", "));
     }
+    tell_latecomers(to_string(why));
     throw Error(fmt::format("starting a job of {} ranks at {}", ranks, where()), found, wanted,
                 remedy);
   };
@@ -833,8 +887,15 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
   }
   const std::string name = operation_name(to_string(operation), header.sequence);
   const auto give_up = [&](std::optional<Failure> what) -> Error {
+    {
+      std::lock_guard lock(mutex);
+      if (what) note(*what);
+    }
+    // The news may stand behind an answer that a peer is still reading.
+    see_off(
+        Deadline::in(std::min(allowed / 8, last_words)), [&] { self.progress(); },
+        self.has_progress());
     std::lock_guard lock(mutex);
-    if (what) note(*what);
     return operation_error(name, options.rank, *trouble());
   };
   if (mine.size() > options.max_message) {
@@ -861,17 +922,22 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
     switch (wait_for([&] { return result.has_value(); })) {
       case Waited::failed: throw give_up({});
       case Waited::late:
-        // The others hear that this rank gave up; this rank's own error blames rank 0.
+        // Rank 0 hears that this rank gave up and names who is missing, if it still can.
         {
           std::lock_guard lock(mutex);
           if (!trouble()) {
-            const std::string reason =
-                fmt::format("it gave no answer to {} within {}", name, seconds(allowed));
+            failure =
+                Failure{Failure::Kind::stalled, 0,
+                        fmt::format("it gave no answer to {} within {}", name, seconds(allowed))};
+            Header complaint = header;
+            complaint.kind = Kind::failure;
+            complaint.argument = static_cast<std::uint32_t>(options.rank);
             send(peers[0],
-                 failure_message({Failure::Kind::reported, options.rank,
-                                  fmt::format("it gave up {}: rank 0 gave no answer within {}",
-                                              name, seconds(allowed))}));
-            failure = Failure{Failure::Kind::stalled, 0, reason};
+                 message(complaint,
+                         encode_failure({Failure::Kind::stalled, options.rank,
+                                         fmt::format("it gave up {}: rank 0 gave no answer within "
+                                                     "{}",
+                                                     name, seconds(allowed))})));
           }
         }
         throw give_up({});
@@ -891,6 +957,11 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
 
   // Rank 0 collects,
   std::vector<int> absent;
+  {
+    std::lock_guard lock(mutex);
+    collecting = true;
+    impatient.reset();
+  }
   const auto all_are_in = [&] {
     absent.clear();
     for (int rank = 1; rank < options.ranks; ++rank) {
@@ -904,13 +975,27 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
         return false;
       }
     }
-    return absent.empty() && !failure;
+    return !failure && (absent.empty() || impatient);
   };
-  switch (wait_for(all_are_in)) {
+  Waited collected = wait_for(all_are_in);
+  std::string gave_up_first;
+  {
+    std::lock_guard lock(mutex);
+    collecting = false;
+    if (collected == Waited::done && impatient) {
+      // Its connection is useless from now on, whoever else may still come.
+      std::erase(absent, *impatient);
+      if (absent.empty()) absent.push_back(*impatient);
+      gave_up_first = fmt::format(" of rank {}", *impatient);
+      collected = Waited::late;
+    }
+  }
+  switch (collected) {
     case Waited::failed: throw give_up({});
     case Waited::late: {
-      const int first = absent.empty() ? 0 : absent.front();
-      std::string reason = fmt::format("it did not come to {} within {}", name, seconds(allowed));
+      const int first = absent.front();
+      std::string reason =
+          fmt::format("it did not come to {} within {}{}", name, seconds(allowed), gave_up_first);
       if (absent.size() > 1) {
         reason += fmt::format(" (nor did {})", rank_list(std::span(absent).subspan(1)));
       }
@@ -968,25 +1053,17 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
 
 void TcpBootstrap::State::say_goodbye() noexcept {
   try {
-    std::lock_guard lock(mutex);
-    const Message goodbye = goodbye_message();
-    // A rank that failed has said so; to the others its end is no departure.
-    for (Peer& peer : peers) {
-      if (peer.socket && !peer.left) send(peer, goodbye);
-    }
-    // Last words are small and go out at once, unless a peer has stopped reading.
-    const auto deadline = Deadline::in(milliseconds(200));
-    while (!deadline.passed() &&
-           std::ranges::any_of(peers, [](const Peer& p) { return !p.out.empty(); })) {
-      std::vector<pollfd> fds;
-      for (const Peer& peer : peers) {
-        fds.push_back({peer.out.empty() ? -1 : peer.socket.get(), POLLOUT, 0});
-      }
-      wait_ready(fds, deadline.left());
+    {
+      std::lock_guard lock(mutex);
+      const Message goodbye = goodbye_message();
+      // A rank that failed has said so; to the others its end is no departure.
       for (Peer& peer : peers) {
-        if (!peer.out.empty()) flush(peer);
+        if (peer.socket && !peer.left) send(peer, goodbye);
       }
     }
+    // Small, and out at once, unless a peer has stopped reading.
+    see_off(
+        Deadline::in(std::min(timeout / 8, last_words)), [] {}, false);
     for (Peer& peer : peers) close_gently(peer);
   } catch (...) {
     // Without a goodbye the others see a death, which is the truth of an exhausted process.

@@ -260,20 +260,13 @@ TEST(bootstrap_tcp, the_progress_hook_runs_while_ranks_wait) {
 }
 
 TEST(bootstrap_tcp, a_hook_that_throws_ends_the_operation_on_all_ranks) {
-  const Meeting meeting;
-  std::atomic<bool> thrown{false};
-  const auto outcomes = on_threads(first_ranks(3), [&](int rank) {
-    const auto bootstrap = TcpBootstrap::create(meeting.options(rank, 3));
-    if (rank == 1) {
-      bootstrap->set_progress([&]() -> void {
-        thrown = true;
-        throw Error("the hook", "enough", "more", "none");
-      });
+  const auto outcomes = tcp_job(3, [&](Bootstrap& bootstrap) {
+    if (bootstrap.rank() == 1) {
+      bootstrap.set_progress([]() -> void { throw Error("the hook", "enough", "more", "none"); });
     }
-    if (rank == 2) {
-      while (!thrown) std::this_thread::yield();
-    }
-    bootstrap->barrier();
+    // Rank 2 keeps the barrier from completing until the news has come, by way of rank 0.
+    if (bootstrap.rank() == 2) await_failure(bootstrap);
+    bootstrap.barrier();
   });
   EXPECT_TRUE(contains(outcomes[1], "enough")) << outcomes[1];
   EXPECT_TRUE(contains(outcomes[0], "rank 1 failed")) << outcomes[0];

@@ -154,10 +154,12 @@ TEST(bootstrap_misfits, two_processes_of_one_rank_are_both_told) {
 
 enum class End { dies, stalls };
 
+constexpr std::size_t part_bytes = 100'000;
+
 // What real ranks do beside the fake one.
 void real_rank(const Meeting& meeting, int rank, milliseconds timeout) {
   const auto bootstrap = TcpBootstrap::create(meeting.options(rank, 3, timeout));
-  bootstrap->allgather(Bytes(std::size_t{4} << 20));  // an answer no socket buffers whole
+  bootstrap->allgather(Bytes(part_bytes));
   bootstrap->barrier();
   bootstrap->broadcast(1, {});
   bootstrap->barrier();
@@ -185,7 +187,7 @@ FakePeer fake_rank(const Meeting& meeting, std::size_t last) {
   const Bytes hello = hello_of(meeting, 1, 3);
   const Bytes contribution =
       frame_of(Kind::contribution, Operation::allgather, 1, Bytes(1000, std::byte{1}));
-  const std::size_t answer = bootstrap::header_bytes + 3 * 8 + 2 * (std::size_t{4} << 20) + 1000;
+  const std::size_t answer = bootstrap::header_bytes + 3 * 8 + 2 * part_bytes + 1000;
   const std::vector<std::function<void()>> steps{
       [] {},
       [&] { peer.send(std::span(hello).first(100)); },
@@ -214,13 +216,12 @@ TEST_P(bootstrap_f21, a_rank_that_ends_at_any_message_is_an_error_on_all_ranks) 
   for (std::size_t step = 0; step < rank_steps.size(); ++step) {
     jobs.emplace_back([step] {
       const bool stalls = GetParam() == End::stalls;
-      const bool joined = step >= 3;
-      // A death is noticed at once, but for those before the greeting, where it is a rank that
-      // never came; silence is noticed by the deadline.
+      const bool joined = step >= 4;
+      // A death is noticed at once, but for one before all have joined: then it may be a rank that
+      // never came. Silence is noticed by the deadline.
       const milliseconds timeout = stalls || !joined ? milliseconds(4000) : patience;
       const Meeting meeting;
       std::optional<FakePeer> fake;
-      std::atomic<bool> over{false};
       std::thread peer([&] {
         fake = fake_rank(meeting, step);
         if (!stalls) fake->close();
@@ -328,6 +329,19 @@ TEST_P(bootstrap_f21, a_rank_0_that_ends_at_any_message_is_an_error_on_all_ranks
     });
   }
   for (auto& job : jobs) job.join();
+}
+
+TEST(bootstrap_f21_large, a_rank_that_does_not_read_a_large_answer_is_an_error_on_all_ranks) {
+  const Meeting meeting;
+  std::optional<FakePeer> fake;
+  std::thread peer([&] { fake = fake_rank(meeting, 7); });
+  const auto outcomes = on_threads({0, 2}, [&](int rank) {
+    const auto bootstrap = TcpBootstrap::create(meeting.options(rank, 3, milliseconds(4000)));
+    bootstrap->allgather(Bytes(std::size_t{14} << 20));  // an answer no socket buffers whole
+    bootstrap->barrier();
+  });
+  peer.join();
+  for (const auto& outcome : outcomes) EXPECT_NE(outcome, "");
 }
 
 INSTANTIATE_TEST_SUITE_P(ends, bootstrap_f21, ::testing::Values(End::dies, End::stalls),
