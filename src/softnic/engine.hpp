@@ -173,49 +173,55 @@ inline constexpr std::uint64_t place_in_words = 64;
 inline constexpr std::uint64_t place_in_words = 64;
 #endif
 
-// Copies as a NIC places data: a naturally aligned word of 4 or 8 bytes arrives whole and after
-// everything placed before it, so that a reader may poll it. Longer payloads are placed in words
-// where they are short; a memcpy does the rest. Under ThreadSanitizer everything goes in atomic
-// units: remote memory is polled by other threads by design.
-BELFRY_HOST_DEVICE inline void place(void* to, const void* from, std::uint64_t bytes) {
-  auto* dst = static_cast<std::byte*>(to);
-  const auto* src = static_cast<const std::byte*>(from);
-  const auto alignment =
-      reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src);
-  auto word = [](auto* d, const auto* s) {
-    store<Order::release, Scope::system>(d, load<Order::relaxed, Scope::system>(s));
-  };
-  if (bytes == 8 && (alignment & 7) == 0) {
-    word(reinterpret_cast<std::uint64_t*>(dst), reinterpret_cast<const std::uint64_t*>(src));
+// One unit of a payload. The target decides the unit, because readers poll the target: 8 bytes
+// that arrive in two stores are two arrivals. The source is memory that may not change (a WQE's
+// copy, a registered source), or another's polled word, which is aligned.
+template <Order O, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE void place_unit(std::byte* to, const std::byte* from) {
+  T value;
+  if ((reinterpret_cast<std::uintptr_t>(from) & (sizeof(T) - 1)) == 0) {
+#if BELFRY_ON_GPU
+    value = load<Order::relaxed, Scope::system>(reinterpret_cast<const T*>(from));
+#else
+    value = __atomic_load_n(reinterpret_cast<const T*>(from), __ATOMIC_RELAXED);
+#endif
+  } else {
+    memcpy(&value, from, sizeof(T));
+  }
+#if BELFRY_ON_GPU
+  store<O, Scope::system>(reinterpret_cast<T*>(to), value);
+#else
+  __atomic_store_n(reinterpret_cast<T*>(to), value, detail::builtin_order<O>());
+#endif
+}
+
+// Copies as a NIC places data: an aligned word of 4 or 8 bytes arrives whole and after everything
+// placed before it, so that a reader may poll it. Longer payloads go in such words where they are
+// short; a memcpy does the rest. Under ThreadSanitizer everything goes in atomic units: remote
+// memory is polled by other threads by design.
+BELFRY_HOST_DEVICE inline void place(void* target, const void* source, std::uint64_t bytes) {
+  auto* to = static_cast<std::byte*>(target);
+  const auto* from = static_cast<const std::byte*>(source);
+  const auto address = reinterpret_cast<std::uintptr_t>(to);
+  // One preemption point a payload: what an interleaving inside one shows, another one shows too.
+  preemption_point();
+  if (bytes == 8 && (address & 7) == 0) {
+    place_unit<Order::release, std::uint64_t>(to, from);
     return;
   }
-  if (bytes == 4 && (alignment & 3) == 0) {
-    word(reinterpret_cast<std::uint32_t*>(dst), reinterpret_cast<const std::uint32_t*>(src));
+  if (bytes == 4 && (address & 3) == 0) {
+    place_unit<Order::release, std::uint32_t>(to, from);
     return;
   }
   if (bytes > place_in_words) {
-    memcpy(dst, src, bytes);
+    memcpy(to, from, bytes);
     return;
   }
-  // No preemption point per word: an interleaving inside one payload adds nothing but time.
-  auto unit = [](auto* d, const auto* s) {
-#if BELFRY_ON_GPU
-    store<Order::relaxed, Scope::system>(d, load<Order::relaxed, Scope::system>(s));
-#else
-    __atomic_store_n(d, __atomic_load_n(s, __ATOMIC_RELAXED), __ATOMIC_RELEASE);
-#endif
-  };
   std::uint64_t at = 0;
-  if ((alignment & 7) == 0) {
-    for (; at + 8 <= bytes; at += 8) {
-      unit(reinterpret_cast<std::uint64_t*>(dst + at),
-           reinterpret_cast<const std::uint64_t*>(src + at));
-    }
+  if ((address & 7) == 0) {
+    for (; at + 8 <= bytes; at += 8) place_unit<Order::release, std::uint64_t>(to + at, from + at);
   }
-  for (; at < bytes; ++at) {
-    unit(reinterpret_cast<std::uint8_t*>(dst + at),
-         reinterpret_cast<const std::uint8_t*>(src + at));
-  }
+  for (; at < bytes; ++at) place_unit<Order::release, std::uint8_t>(to + at, from + at);
 }
 
 // Of bytes that must not change; not of anything an adversary chooses.

@@ -46,7 +46,8 @@ void write_release(T* address, std::type_identity_t<T> value) {
 }
 
 // Structs that cross between engines go word by word, so that a copy taken while the other side
-// writes is torn but defined; the state word beside them says whether it counts.
+// writes is torn but defined; the state word beside them says whether it counts. Acquire, so that
+// a second look at that word comes after the copy.
 template <class T>
 void write_words(std::uint64_t* to, const T& value) {
   std::uint64_t words[sizeof(T) / 8];
@@ -57,7 +58,7 @@ void write_words(std::uint64_t* to, const T& value) {
 template <class T>
 T read_words(const std::uint64_t* from) {
   std::uint64_t words[sizeof(T) / 8];
-  for (std::size_t i = 0; i < std::size(words); ++i) words[i] = read_relaxed(&from[i]);
+  for (std::size_t i = 0; i < std::size(words); ++i) words[i] = read_acquire(&from[i]);
   T value;
   std::memcpy(static_cast<void*>(&value), words, sizeof(T));
   return value;
@@ -854,7 +855,6 @@ bool SoftNic::Implementation::serve_attached(std::uint32_t slot, std::uint32_t& 
       if ((state & 3) != RequestBlock::posted) continue;
       const auto request = read_words<Request>(block.request);
       // A requester that gave up may be writing the next request already.
-      __atomic_thread_fence(__ATOMIC_ACQUIRE);
       if (read_acquire(&block.state) != state) continue;
       worked = true;
       HostQp* qp = find_qp(request.destination_qpn & 0xffffff);

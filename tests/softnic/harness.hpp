@@ -4,6 +4,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <functional>
@@ -224,7 +225,7 @@ class Queue {
     const auto control = mlx5::control_segment(wqe.opcode, wqe.opmod, index, qpn, wqe.ds(),
                                                wqe.control, wqe.immediate);
     std::memcpy(bytes.data(), &control, 16);
-    std::memcpy(bytes.data() + 16, wqe.body.data(), wqe.body.size());
+    std::copy(wqe.body.begin(), wqe.body.end(), bytes.begin() + 16);
     for (std::size_t at = 0; at < bytes.size(); at += 64) {
       std::memcpy(block(static_cast<std::uint16_t>(index + at / 64)), bytes.data() + at,
                   std::min<std::size_t>(64, bytes.size() - at));

@@ -1,4 +1,6 @@
 // Every opcode between two NICs of one process: what is moved, what the CQE says.
+#include <thread>
+
 #include "softnic/harness.hpp"
 
 namespace belfry::softnic::testing {
@@ -48,6 +50,35 @@ TEST(Operations, an_inline_write_carries_its_payload_in_the_wqe) {
     EXPECT_EQ(std::memcmp(pair.b.memory + 8, payload.data(), n), 0) << n;
     EXPECT_EQ(pair.b.at<std::uint8_t>(8 + n), 0) << n;
   }
+}
+
+TEST(Operations, eight_bytes_arrive_whole_whatever_the_source) {
+  Pair pair;
+  std::uint32_t stop = 0;
+  std::uint64_t torn = 0;
+  std::thread reader([&] {
+    while (load<Order::acquire, Scope::system>(&stop) == 0) {
+      const std::uint64_t seen = read_word(pair.b.at(64));
+      torn += static_cast<std::uint32_t>(seen) != static_cast<std::uint32_t>(seen >> 32);
+    }
+  });
+  for (std::uint64_t i = 0; i < 20000; ++i) {
+    const std::uint64_t value = i << 32 | i;
+    std::memcpy(pair.a.memory + 3, &value, 8);
+    Wqe wqe(Opcode::rdma_write);
+    wqe.remote(pair.b.memory + 64, pair.b.key.rkey);
+    if (i % 2 == 0) {
+      wqe.inline_data(&value, 8);
+    } else {
+      wqe.data(pair.a.memory + 3, 8, pair.a.key.lkey);
+    }
+    pair.a.queue.post(wqe);
+    pair.passes(1);
+    ASSERT_TRUE(pair.a.cq.poll());
+  }
+  store<Order::release, Scope::system>(&stop, 1u);
+  reader.join();
+  EXPECT_EQ(torn, 0u);
 }
 
 TEST(Operations, a_write_of_no_bytes_touches_no_key) {
