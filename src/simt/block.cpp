@@ -27,6 +27,7 @@ const char* to_string(WarpOp op) {
 }  // namespace
 
 void* SharedArena::allocate(std::size_t bytes, std::size_t align) {
+  const OwnBooks own;
   constexpr std::size_t chunk_bytes = 64 * 1024;
   for (; chunk_ < chunks_.size(); ++chunk_, used_ = 0) {
     Chunk& chunk = chunks_[chunk_];
@@ -177,13 +178,17 @@ void Block::meet(Fiber* self, unsigned mask, WarpOp op) {
   if ((mask >> lane & 1) == 0)
     throw Error("the mask of a warp collective", fmt::format("{:#010x}", mask),
                 fmt::format("lane {} in it", lane), "name every lane that calls");
+  const auto added = [&] {
+    const OwnBooks own;
+    return &warp.meetings.emplace_back();
+  };
   WarpMeeting* meeting = nullptr;
   for (WarpMeeting& candidate : warp.meetings)
     if (candidate.mask == mask) meeting = &candidate;
   if (meeting == nullptr) {
     for (WarpMeeting& candidate : warp.meetings)
       if (candidate.mask == 0) meeting = &candidate;
-    if (meeting == nullptr) meeting = &warp.meetings.emplace_back();
+    if (meeting == nullptr) meeting = added();
     *meeting = {mask, 0, op};
   }
   if (meeting->op != op)

@@ -150,6 +150,7 @@ void Executor::configure(const Options& wanted) {
 }
 
 void Executor::start() {
+  const OwnBooks own;
   if (started_.load(std::memory_order_acquire)) return;
   options();
   std::lock_guard lock(mutex_);
@@ -168,6 +169,7 @@ void Executor::start() {
 }
 
 void Executor::stop() {
+  const OwnBooks own;
   if (!started_.load(std::memory_order_acquire)) return;
   quit_ = true;
   wake_workers();
@@ -240,6 +242,7 @@ void Executor::launch(std::shared_ptr<LaunchState> state) {
                 "launch fewer or smaller blocks, or raise resident_threads");
   happens_before(state.get());
   {
+    const OwnBooks own;
     std::lock_guard lock(mutex_);
     state->serial = ++launch_serial_;
     state->blocks_left = config.grid.count();
@@ -299,6 +302,7 @@ bool Executor::admit_block(const std::shared_ptr<LaunchState>& state) {
 }
 
 void Executor::block_ended(std::unique_ptr<Block> block) {
+  const OwnBooks own;
   {
     std::lock_guard lock(mutex_);
     const std::shared_ptr<LaunchState> state = std::move(block->launch);
@@ -335,6 +339,7 @@ void LaunchState::fail(std::exception_ptr why) {
 }
 
 void Executor::cancel(LaunchState& state) {
+  const OwnBooks own;
   {
     std::lock_guard lock(mutex_);
     if (state.killed.exchange(true, std::memory_order_acq_rel)) return;
@@ -442,6 +447,7 @@ void Executor::run_ranks(RanksRun& run, int ranks) {
   run.tasks.resize(static_cast<std::size_t>(ranks));
   happens_before(&run);
   {
+    const OwnBooks own;
     std::lock_guard lock(mutex_);
     live_ranks_ += ranks;
     runs_.push_back(&run);
@@ -463,6 +469,7 @@ void Executor::run_ranks(RanksRun& run, int ranks) {
     drive_until(done);
   }
   happens_after(&run);
+  const OwnBooks own;
   std::lock_guard lock(mutex_);
   std::erase(runs_, &run);
 }
@@ -480,6 +487,7 @@ void Executor::add(std::shared_ptr<PollerState> poller) {
   start();
   happens_before(poller.get());
   {
+    const OwnBooks own;
     std::lock_guard lock(pollers_mutex_);
     pollers_.push_back(std::move(poller));
     generation_.fetch_add(1, std::memory_order_acq_rel);
@@ -488,6 +496,7 @@ void Executor::add(std::shared_ptr<PollerState> poller) {
 }
 
 std::uint64_t Executor::copy_pollers(std::vector<std::shared_ptr<PollerState>>& into) {
+  const OwnBooks own;
   std::vector<std::shared_ptr<PollerState>> old;  // may drop the last reference: not locked
   std::lock_guard lock(pollers_mutex_);
   old.swap(into);
@@ -497,6 +506,7 @@ std::uint64_t Executor::copy_pollers(std::vector<std::shared_ptr<PollerState>>& 
 
 void Executor::remove(const std::shared_ptr<PollerState>& poller) {
   {
+    const OwnBooks own;
     std::lock_guard lock(pollers_mutex_);
     std::erase(pollers_, poller);
     generation_.fetch_add(1, std::memory_order_acq_rel);
@@ -549,6 +559,7 @@ void Executor::check_watchdog(std::uint64_t now) {
 // Each scheduler describes its own tasks; the last one to do so ends them, unless somebody made
 // progress in between.
 void Executor::contribute(Scheduler& scheduler) {
+  const OwnBooks own;
   if (kill_ranks_.load(std::memory_order_acquire)) {
     scheduler.kill_ranks();
     if (scheduler.index() + 1 == schedulers_.size()) kill_ranks_ = false;
@@ -569,6 +580,7 @@ void Executor::deadlocked(Scheduler& scheduler) {
 }
 
 void Executor::end_all(const std::string& report) {
+  const OwnBooks own;
   std::string text = report;
   std::vector<std::shared_ptr<LaunchState>> alive;
   {

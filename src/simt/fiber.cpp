@@ -17,6 +17,7 @@ FiberPool::FiberPool(Scheduler* scheduler, std::size_t stack_bytes, unsigned at_
     : scheduler_(scheduler), stack_bytes_(stack_bytes), at_once_(at_once) {}
 
 FiberPool::~FiberPool() {
+  const OwnBooks own;
   for (std::size_t i = 0; i < slab_count_; ++i) {
     for (unsigned f = 0; f < at_once_; ++f) {
 #if BELFRY_SIMT_TSAN
@@ -35,6 +36,7 @@ FiberPool::~FiberPool() {
 }
 
 void FiberPool::grow() {
+  const OwnBooks own;
   const auto page = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
   const std::size_t stride = stack_bytes_ + page;
   Slab slab{nullptr, stride * at_once_, new Fiber[at_once_]};

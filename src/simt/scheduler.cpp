@@ -180,6 +180,7 @@ Fiber* Scheduler::draw() {
 
 void Scheduler::ready(Fiber* fiber) {
   if (seeded_) {
+    const OwnBooks own;
     fiber->slot = ready_.size();
     ready_.push_back(fiber);
   } else {
@@ -281,6 +282,7 @@ void Scheduler::hand_over_spawning(Fiber* self) {
 }
 
 void Scheduler::start_fresh() {
+  const OwnBooks own;
   std::unique_ptr<Block> owned = std::move(fresh_[fresh_head_]);
   if (++fresh_head_ == fresh_.size()) {
     fresh_.clear();
@@ -305,6 +307,7 @@ void Scheduler::start_fresh() {
 }
 
 void Scheduler::start_rank(RankTask* task) {
+  const OwnBooks own;
   Fiber* fiber = rank_bodies_.take();
   fiber->rank = task;
   fiber->owner = nullptr;
@@ -349,6 +352,7 @@ void Scheduler::finished(Fiber* self) {
   if (self->rank != nullptr) {
     RankTask* task = self->rank;
     self->rank = nullptr;
+    const OwnBooks own;
     ranks_.erase(std::find(ranks_.begin(), ranks_.end(), task));
     unready(self);
     rank_bodies_.put(self);
@@ -377,6 +381,7 @@ void Scheduler::finished(Fiber* self) {
 }
 
 void Scheduler::block_ended(Block* block) {
+  const OwnBooks own;
   std::unique_ptr<Block> owned = std::move(blocks_[block->place]);
   if (block->place + 1 != blocks_.size()) {
     blocks_[block->place] = std::move(blocks_.back());
@@ -524,6 +529,7 @@ void Scheduler::post(RankTask* task) {
 }
 
 void Scheduler::handle_attention() {
+  const OwnBooks own;
   {
     std::lock_guard lock(inbox_mutex_);
     attention_.store(false, std::memory_order_relaxed);

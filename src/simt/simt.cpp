@@ -170,6 +170,7 @@ void* shared_variable(const void* site, std::size_t bytes, std::size_t align) {
   void* memory = block.arena.allocate(bytes, align);
   // What a GPU's shared memory holds at first is left over from others.
   if (preemptive) __builtin_memset(memory, 0xa5, bytes);
+  const OwnBooks own;
   block.variables.push_back({site, memory});
   happens_before(&block.variables);
   return memory;
