@@ -34,6 +34,7 @@ struct WindowOffer {
   std::array<std::uint64_t, max_providers> address{};
   std::array<std::uint32_t, max_providers> rkey{};
   std::array<std::uint8_t, max_providers> registered{};
+  std::uint32_t failed = 0;  // the rank could not make its part
 };
 
 std::size_t factory_index(const std::string& name) {
@@ -117,7 +118,7 @@ void Comm::Implementation::create() {
   make_tables();
   // Registered with every provider that some pair uses; window 0.
   publish_window(control_window, reinterpret_cast<std::byte*>(control.data()), control.size(),
-                 &control);
+                 &control, nullptr);
   connect_queues();
   poller = simt::add_poller(fmt::format("comm rank {}", rank), [this] { return progress(); });
   bootstrap->barrier();
@@ -404,7 +405,8 @@ void Comm::Implementation::connect_to_peers(
 // ---- windows -------------------------------------------------------------------------------
 
 void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std::uint64_t bytes,
-                                          const memory::SharedSegment* segment) {
+                                          const memory::SharedSegment* segment,
+                                          std::exception_ptr trouble) {
   WindowOffer mine;
   mine.bytes = bytes;
   mine.id = id;
@@ -415,21 +417,39 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
   mine.start_time = memory::own_start_time();
   WindowView& window = window_views[id];
   std::vector<std::pair<std::size_t, std::uint32_t>> keys;
+  std::vector<std::shared_ptr<memory::Mapping>> mappings;
+  // What goes wrong here is told to the others in the exchange: they must not wait for this rank,
+  // nor go on without it.
+  auto together = [&](std::uint32_t failed, std::span<const std::uint32_t> theirs) {
+    if (failed != 0) std::rethrow_exception(trouble);
+    const auto bad = std::find(theirs.begin(), theirs.end(), 1u);
+    if (bad == theirs.end()) return;
+    throw Error(fmt::format("window {}", id),
+                fmt::format("rank {} could not make its part", bad - theirs.begin()),
+                "every rank's part", "see that rank's own error");
+  };
   try {
     std::array<std::uint32_t, max_providers> lkeys{};
-    for (std::size_t i = 0; i < providers.size(); ++i) {
-      if (providers[i] == nullptr) continue;
-      // Signals ride only registrations that keep order.
-      const provider::Registration r =
-          providers[i]->register_memory(data, bytes, segment, id == control_window);
-      keys.emplace_back(i, r.lkey);
-      mine.address[i] = r.address;
-      mine.rkey[i] = r.rkey;
-      mine.registered[i] = 1;
-      lkeys[i] = r.lkey;
+    try {
+      for (std::size_t i = 0; trouble == nullptr && i < providers.size(); ++i) {
+        if (providers[i] == nullptr) continue;
+        // Signals ride only registrations that keep order.
+        const provider::Registration r =
+            providers[i]->register_memory(data, bytes, segment, id == control_window);
+        keys.emplace_back(i, r.lkey);
+        mine.address[i] = r.address;
+        mine.rkey[i] = r.rkey;
+        mine.registered[i] = 1;
+        lkeys[i] = r.lkey;
+      }
+    } catch (const std::exception&) {
+      trouble = std::current_exception();
     }
+    mine.failed = trouble != nullptr ? 1 : 0;
     const auto all = bootstrap->allgather_value(mine);
-    std::vector<std::shared_ptr<memory::Mapping>> mappings;
+    std::vector<std::uint32_t> failed;
+    for (const WindowOffer& offer : all) failed.push_back(offer.failed);
+    together(mine.failed, failed);
     for (int peer = 0; peer < ranks; ++peer) {
       const auto p = static_cast<std::size_t>(peer);
       const WindowOffer& offer = all[p];
@@ -452,17 +472,23 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
       if (same_process) {
         entry.lsa = reinterpret_cast<std::byte*>(offer.local);
-      } else if (offer.shared != 0) {
-        mappings.push_back(memory::map_remote(offer.segment));
-        entry.lsa = static_cast<std::byte*>(mappings.back()->data());
+      } else if (offer.shared != 0 && trouble == nullptr) {
+        try {
+          mappings.push_back(memory::map_remote(offer.segment));
+          entry.lsa = static_cast<std::byte*>(mappings.back()->data());
+        } catch (const std::exception&) {
+          trouble = std::current_exception();
+        }
       }
     }
-    window_mappings[id] = std::move(mappings);
+    const std::uint32_t unmapped = trouble != nullptr ? 1 : 0;
+    together(unmapped, bootstrap->allgather_value(unmapped));
   } catch (...) {
     for (const auto& [i, lkey] : keys) providers[i]->deregister(lkey);
     throw;
   }
   window_keys[id] = std::move(keys);
+  window_mappings[id] = std::move(mappings);
   window.local = data;
   window.bytes = bytes;
   // Release: a kernel that was told of the window sees its entries.
@@ -496,26 +522,32 @@ Window::Window(Window&&) noexcept = default;
 Window& Window::operator=(Window&&) noexcept = default;
 
 Window Comm::Implementation::make_window(void* memory, std::uint64_t bytes) {
-  if (bytes == 0 || !queue::fits(bytes, queue::command_bits::offset)) {
-    throw Error("window size", std::to_string(bytes),
-                fmt::format("1 to 2^{} - 1 bytes", queue::command_bits::offset),
-                "correct the size");
-  }
-  std::uint32_t id = 1;
-  while (id < options.windows && window_keys.contains(id)) ++id;
-  if (id == options.windows) {
-    throw Error("windows", fmt::format("{} in use", options.windows - 1), "a free one",
-                "destroy one, or raise the option windows");
-  }
   auto state = std::make_shared<Window::State>();
   Window window;
-  if (memory == nullptr) {
-    state->segment = memory::SharedSegment(fmt::format("belfry-window-{}-{}", rank, id), bytes);
-    window.data_ = static_cast<std::byte*>(state->segment.data());
-  } else {
-    window.data_ = static_cast<std::byte*>(memory);
+  std::exception_ptr trouble;
+  std::uint32_t id = 1;
+  try {
+    if (bytes == 0 || !queue::fits(bytes, queue::command_bits::offset)) {
+      throw Error("window size", std::to_string(bytes),
+                  fmt::format("1 to 2^{} - 1 bytes", queue::command_bits::offset),
+                  "correct the size");
+    }
+    while (id < options.windows && window_keys.contains(id)) ++id;
+    if (id == options.windows) {
+      throw Error("windows", fmt::format("{} in use", options.windows - 1), "a free one",
+                  "destroy one, or raise the option windows");
+    }
+    if (memory == nullptr) {
+      state->segment = memory::SharedSegment(fmt::format("belfry-window-{}-{}", rank, id), bytes);
+      window.data_ = static_cast<std::byte*>(state->segment.data());
+    } else {
+      window.data_ = static_cast<std::byte*>(memory);
+    }
+  } catch (const std::exception&) {
+    trouble = std::current_exception();
+    id = 0;  // of no window that could be made here
   }
-  publish_window(id, window.data_, bytes, memory == nullptr ? &state->segment : nullptr);
+  publish_window(id, window.data_, bytes, memory == nullptr ? &state->segment : nullptr, trouble);
   state->id = id;
   state->comm = weak_from_this();
   window.id_ = id;
@@ -583,7 +615,8 @@ void Comm::Implementation::announce() {
   }
   if (announced == ranks || load<Order::relaxed, Scope::system>(&entered) == 0) return;
   const std::uint64_t offset = 8ull * (words + static_cast<std::uint64_t>(rank));
-  for (; announced < ranks; ++announced) {
+  // Written here alone; read by settle().
+  for (; announced < ranks; store<Order::relaxed, Scope::device>(&announced, announced + 1)) {
     if (announced == rank) continue;
     const auto p = static_cast<std::size_t>(announced);
     const WindowPeer& peer = window_views[control_window].peers[p];
@@ -592,6 +625,7 @@ void Comm::Implementation::announce() {
       continue;
     }
     if (host[p].queue == nullptr || !try_lock(host[p].lock)) return;
+    if (load<Order::relaxed, Scope::device>(&closing) != 0) return unlock(host[p].lock);
     const queue::Command c =
         op::put_value(Place{control_window, offset}, static_cast<std::uint64_t>(1));
     std::uint64_t done = 0;
@@ -707,13 +741,50 @@ std::unique_ptr<Comm> Comm::create(std::shared_ptr<Bootstrap> bootstrap,
 Comm::~Comm() {
   Implementation& self = *self_;
   if (interrupted(self.view.scope) == Status::ok && std::uncaught_exceptions() == 0) {
+    const auto timeout = self.bootstrap->timeout();
     try {
+      // What of this rank is still under way arrives before a peer takes its memory down.
+      self.settle();
       self.bootstrap->set_timeout(
           std::chrono::duration_cast<std::chrono::milliseconds>(self.options.startup_timeout));
       self.bootstrap->barrier();
     } catch (const std::exception&) {
       // A rank is gone: nothing of ours is being reached for, or it no longer matters.
     }
+    self.bootstrap->set_timeout(timeout);
+  }
+}
+
+// Until everything that was announced to a NIC has completed, and nothing more will be; or until
+// the deadline.
+void Comm::Implementation::settle() {
+  const WaitScope& scope = view.scope;
+  (void)wait_until(scope, "announcement", 0, -1, 1, nullptr, [&] {
+    return load<Order::relaxed, Scope::system>(&entered) == 0 ||
+           load<Order::relaxed, Scope::device>(&announced) == ranks;
+  });
+  store<Order::relaxed, Scope::device>(&closing, 1u);
+  auto drain = [&](queue::SendQueue& q) {
+    return queue::wait_complete(q, load<Order::acquire, Scope::device>(&q.rung), scope);
+  };
+  for (const auto& q : direct) {
+    if (drain(*q->send_queue()) != Status::ok) return;
+  }
+  for (const Triggered& t : triggered) {
+    if (drain(*t.queue->send_queue()) != Status::ok) return;
+  }
+  for (const auto& channel : proxies) {
+    const queue::CommandRing& ring = *channel->ring();
+    const std::uint64_t pushed = load<Order::acquire, Scope::device>(&ring.head);
+    if (queue::wait_complete(ring, pushed, scope) != Status::ok) return;
+  }
+  for (int peer = 0; peer < ranks; ++peer) {
+    HostQueue& h = host[static_cast<std::size_t>(peer)];
+    if (h.queue == nullptr) continue;
+    lock(h.lock);
+    const std::optional<std::uint64_t> last = h.last;
+    unlock(h.lock);
+    if (last && wait_host(peer, *last) != Status::ok) return;
   }
 }
 
@@ -888,11 +959,14 @@ std::uint64_t Comm::read_counter(std::uint32_t id) {
     h.queue->poll();
     Implementation::unlock(h.lock);
   }
+  // Of a kernel that has ended nobody else takes in the completions.
+  for (const auto& q : self_->direct) queue::poll(*q->send_queue());
   return load<Order::acquire, Scope::system>(self_->view.local_counters + id);
 }
 
 Status Comm::wait_counter(std::uint32_t id, std::uint64_t at_least) {
   (void)read_counter(id);
+  self_->enter();
   return wait_until(self_->view.scope, "counter", id, -1, at_least, self_->view.local_counters + id,
                     [&] { return reached(read_counter(id), at_least); });
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <array>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -52,14 +53,16 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   provider::Provider& provider_of(int peer);
 
   // Collective: registers, exchanges, maps.
+  // `trouble`: this rank has failed already, and says so to the others before it is thrown.
   void publish_window(std::uint32_t id, std::byte* data, std::uint64_t bytes,
-                      const memory::SharedSegment* segment);
+                      const memory::SharedSegment* segment, std::exception_ptr trouble);
   void withdraw_window(std::uint32_t id) noexcept;
   Window make_window(void* memory, std::uint64_t bytes);
 
   bool progress();
   void attend();
   void announce();
+  void settle();
   void collect_reports();
   void add_pending(std::vector<std::string>& lines) const;
   void notice(const Failure& failure);
@@ -111,6 +114,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   std::uint64_t passes = 0;
   std::uint64_t last_check = 0;
   int announced = 0;
+  std::uint32_t closing = 0;
   bool told = false;
   std::mutex notes_mutex;
   std::string failure_text;
