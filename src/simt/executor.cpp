@@ -560,10 +560,6 @@ void Executor::check_watchdog(std::uint64_t now) {
 // progress in between.
 void Executor::contribute(Scheduler& scheduler) {
   const OwnBooks own;
-  if (kill_ranks_.load(std::memory_order_acquire)) {
-    scheduler.kill_ranks();
-    if (scheduler.index() + 1 == schedulers_.size()) kill_ranks_ = false;
-  }
   if (!report_wanted_.load(std::memory_order_acquire)) return;
   std::unique_lock lock(watch_mutex_);
   if (!report_wanted_.load(std::memory_order_relaxed) || report_given_[scheduler.index()]) return;
@@ -611,8 +607,7 @@ void Executor::end_all(const std::string& report) {
     std::lock_guard run_lock(run->mutex);
     if (!run->error) run->error = error("run_ranks");
   }
-  kill_ranks_.store(true, std::memory_order_release);
-  for (auto& scheduler : schedulers_) scheduler->call_attention();
+  for (auto& scheduler : schedulers_) scheduler->call_rank_kill();
 }
 
 std::uint64_t Executor::trace_hash() {

@@ -142,7 +142,6 @@ class Executor {
   std::mutex watch_mutex_;
   std::uint64_t watched_progress_ = 0, watched_for_ = 0, watched_at_ = 0;
   std::atomic<bool> report_wanted_{false};
-  std::atomic<bool> kill_ranks_{false};
   std::vector<bool> report_given_;
   std::uint64_t report_progress_ = 0;
   std::string report_;

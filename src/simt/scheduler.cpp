@@ -539,6 +539,7 @@ void Scheduler::handle_attention() {
     inbox_ranks_.clear();
   }
   if (sweep_wanted_.exchange(false, std::memory_order_acq_rel)) sweep();
+  if (rank_kill_wanted_.exchange(false, std::memory_order_acq_rel)) kill_ranks();
   if (seeded_)
     while (fresh_head_ < fresh_.size()) start_fresh();
   executor_.contribute(*this);

@@ -72,6 +72,11 @@ class Scheduler {
     sweep_wanted_.store(true, std::memory_order_release);
     call_attention();
   }
+  // The rank bodies only wait, and nothing else is left to end.
+  void call_rank_kill() {
+    rank_kill_wanted_.store(true, std::memory_order_release);
+    call_attention();
+  }
 
   std::uint64_t progress_count() const { return progress_count_.load(std::memory_order_relaxed); }
   bool wants_attention() const { return attention_.load(std::memory_order_acquire); }
@@ -80,7 +85,6 @@ class Scheduler {
   std::string describe(std::size_t& blocks_left) const;
   bool has_blocks() const { return !blocks_.empty() || !fresh_.empty(); }
   bool has_ranks() const { return !ranks_.empty(); }
-  void kill_ranks();
 
   std::uint64_t trace_hash() const { return trace_; }
   std::uint64_t virtual_now() {
@@ -102,6 +106,7 @@ class Scheduler {
   void start_rank(RankTask* task);
   void handle_attention();
   void sweep();
+  void kill_ranks();
   void run_poller(std::size_t index);
   void fruitless();
   bool words_changed();
@@ -121,6 +126,7 @@ class Scheduler {
   bool all_noted_ = true;  // every yield of this pass was inside a Waiting
   std::atomic<bool> attention_{false};
   std::atomic<bool> sweep_wanted_{false};
+  std::atomic<bool> rank_kill_wanted_{false};
   unsigned fresh_budget_ = 0;
   std::uint32_t fruitless_ = 0;
   ExceptionState* runtime_exceptions_ = nullptr;
