@@ -246,7 +246,7 @@ __global__ void rate_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t
   Net net{comm, blockIdx.x};
   const std::uint64_t mine = 8ull * (blockIdx.x * 32 + this_warp.rank());
   for (std::uint64_t i = 0; i < puts / 32; ++i) {
-    const Ticket ticket = net.put_value(each_lane, 1, {window, mine}, i);
+    const Ticket ticket = net.put_value(EachLane{~0u}, 1, {window, mine}, i);
     if (ticket.status != Status::ok) return note(outcome, ticket.status);
   }
   note(outcome, net.quiet(this_warp, 1));

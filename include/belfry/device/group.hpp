@@ -75,10 +75,13 @@ struct Block {
   }
 };
 
-// Each calling lane makes its own call, with its own arguments; lanes of one warp that call
-// together share one reservation and one doorbell per queue. Nothing is promised about which
-// lanes are grouped, only that each lane's call is made.
+// Each calling lane makes a call of its own, with its own arguments; lanes that call together
+// share one reservation and one doorbell per queue. `lanes` names the lanes of the warp that make
+// this very call, as the mask of a shuffle does; 0 leaves it to the hardware, which may find
+// fewer together than there are (the host executor finds each alone).
 struct EachLane {
+  unsigned lanes = 0;
+  BELFRY_DEVICE unsigned together() const { return lanes != 0 ? lanes : __activemask(); }
   BELFRY_DEVICE static bool leader() { return true; }
   BELFRY_DEVICE static void sync() {}
   template <class T>

@@ -474,58 +474,108 @@ class NetSet {
     return ticket;
   }
 
-  template <bool PayFence, class Group>
-  BELFRY_DEVICE Ticket run(const Group& group, int peer, const queue::Command& c) const {
-    if (!user_signal(c)) return refused(c, peer);
-    return run_command(group, peer, c, PayFence, post::Doorbell::now);
-  }
+  // How one operation is carried out, decided before anything is done for it.
+  enum class How : std::uint32_t { refused, stores, direct, proxy };
+  struct Plan {
+    post::Resolved resolved;
+    How how = How::refused;
+  };
 
-  template <class Group>
-  BELFRY_DEVICE Ticket run_command(const Group& group, int peer, const queue::Command& c,
-                                   bool pay_fence, post::Doorbell doorbell) const {
-    Ticket ticket;
-    if (!usable_) {
-      ticket.status = Status::failed;
-      return ticket;
-    }
-    const post::Resolved resolved = post::resolve(comm_, c, peer);
-    if (resolved.failure != ErrorReason::none) {
-      ticket.status = refuse(resolved.failure, c.operation, peer, resolved.detail);
-      return ticket;
-    }
+  BELFRY_DEVICE Plan plan(int peer, const queue::Command& c) const {
+    Plan p;
+    p.resolved = post::resolve(comm_, c, peer);
+    if (p.resolved.failure != ErrorReason::none) return p;
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
       if (by_stores(r, peer, c)) {
-        if constexpr (std::is_same_v<Group, EachLane>) {
-          ticket.status = store_directly(this_thread, r, peer, c, resolved);
-        } else {
-          ticket.status = store_directly(group, r, peer, c, resolved);
-        }
-        return ticket;
+        p.how = How::stores;
+        return p;
       }
     }
     if constexpr (Paths.has(Path::direct)) {
       if (r.nic == Path::direct) {
-        if constexpr (std::is_same_v<Group, EachLane>) {
-          return post_lanes(r, c, resolved, doorbell);
-        } else {
-          // The group's writes to the source happen before the leader's release in ring().
-          group.sync();
-          if (group.leader()) ticket = post_one(r, c, resolved, doorbell);
-          return group.broadcast(ticket);
-        }
+        p.how = How::direct;
+        return p;
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
       if (r.nic == Path::proxy) {
         // Only a pitch can be too wide: the windows bound the rest.
         if (c.operation == queue::Operation::put_2d && !queue::encodable(c)) {
-          ticket.status = refuse(ErrorReason::bad_argument, c.operation, peer,
-                                 c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch);
-          return ticket;
+          p.resolved.failure = ErrorReason::bad_argument;
+          p.resolved.detail = c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch;
+          return p;
         }
-        if constexpr (std::is_same_v<Group, EachLane>) {
-          return push_lanes(r, c, pay_fence);
+        p.how = How::proxy;
+        return p;
+      }
+    }
+    p.resolved.failure = ErrorReason::unsupported;
+    p.resolved.detail = static_cast<std::uint64_t>(r.nic);
+    return p;
+  }
+
+  template <bool PayFence, class Group>
+  BELFRY_DEVICE Ticket run(const Group& group, int peer, const queue::Command& c) const {
+    Plan p;
+    if (user_signal(c)) {
+      if (usable_) p = plan(peer, c);
+    } else {
+      p.resolved.failure = ErrorReason::bad_argument;
+      p.resolved.detail = c.signal_id;
+    }
+    return carry_out(group, peer, c, p, PayFence, post::Doorbell::now);
+  }
+
+  template <class Group>
+  BELFRY_DEVICE Ticket run_command(const Group& group, int peer, const queue::Command& c,
+                                   bool pay_fence, post::Doorbell doorbell) const {
+    return carry_out(group, peer, c, usable_ ? plan(peer, c) : Plan{}, pay_fence, doorbell);
+  }
+
+  template <class Group>
+  BELFRY_DEVICE Ticket carry_out(const Group& group, int peer, const queue::Command& c,
+                                 const Plan& p, bool pay_fence, post::Doorbell doorbell) const {
+    constexpr bool lanes = std::is_same_v<Group, EachLane>;
+    Ticket ticket;
+    if (!usable_) {
+      ticket.status = Status::failed;
+      return ticket;
+    }
+    // Lanes that were named as calling together may still be carried out in different ways.
+    [[maybe_unused]] unsigned alike = 0;
+    if constexpr (lanes) alike = __match_any_sync(group.together(), static_cast<unsigned>(p.how));
+    if (p.how == How::refused) {
+      ticket.status = refuse(p.resolved.failure, c.operation, peer, p.resolved.detail);
+      return ticket;
+    }
+    const Route& r = route(peer);
+    if constexpr (Paths.has(Path::lsa)) {
+      if (p.how == How::stores) {
+        if constexpr (lanes) {
+          ticket.status = store_directly(this_thread, r, peer, c, p.resolved);
+        } else {
+          ticket.status = store_directly(group, r, peer, c, p.resolved);
+        }
+        return ticket;
+      }
+    }
+    if constexpr (Paths.has(Path::direct)) {
+      if (p.how == How::direct) {
+        if constexpr (lanes) {
+          return post_lanes(alike, r, c, p.resolved, doorbell);
+        } else {
+          // The group's writes to the source happen before the leader's release in ring().
+          group.sync();
+          if (group.leader()) ticket = post_one(r, c, p.resolved, doorbell);
+          return group.broadcast(ticket);
+        }
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (p.how == How::proxy) {
+        if constexpr (lanes) {
+          return push_lanes(alike, r, c, pay_fence);
         } else {
           group.sync();
           if (group.leader()) ticket = push_one(r, c, pay_fence);
@@ -533,8 +583,6 @@ class NetSet {
         }
       }
     }
-    ticket.status =
-        refuse(ErrorReason::unsupported, c.operation, peer, static_cast<std::uint64_t>(r.nic));
     return ticket;
   }
 
@@ -550,7 +598,7 @@ class NetSet {
   }
 
   // One reservation and one doorbell for the lanes that reach the same queue.
-  BELFRY_DEVICE Ticket post_lanes(const Route& r, const queue::Command& c,
+  BELFRY_DEVICE Ticket post_lanes(unsigned active, const Route& r, const queue::Command& c,
                                   const post::Resolved& resolved, post::Doorbell doorbell) const {
     queue::SendQueue& q = *r.send;
     const post::Sequence sequence(q, c, resolved);
@@ -561,7 +609,6 @@ class NetSet {
     if (is_short) {
       for (std::uint64_t i = 0; i < sequence.size(); ++i) mine += sequence.blocks(i);
     }
-    const unsigned active = __activemask();
     const unsigned together = __match_any_sync(
         active, is_short ? static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(&q))
                          : static_cast<unsigned long long>(lane) + 1);
@@ -632,9 +679,9 @@ class NetSet {
     return ticket;
   }
 
-  BELFRY_DEVICE Ticket push_lanes(const Route& r, const queue::Command& c, bool pay_fence) const {
+  BELFRY_DEVICE Ticket push_lanes(unsigned active, const Route& r, const queue::Command& c,
+                                  bool pay_fence) const {
     const unsigned lane = Warp::rank();
-    const unsigned active = __activemask();
     const unsigned together = __match_any_sync(
         active, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(r.ring)));
     const auto count = static_cast<std::uint32_t>(__popc(together));
