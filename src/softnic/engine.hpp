@@ -33,6 +33,9 @@ namespace belfry::softnic {
 // Bounds of one turn of one queue, so that no queue starves another and a pass ends.
 inline constexpr std::uint32_t turn_wqes = 64;
 inline constexpr std::uint64_t turn_bytes = 1 << 20;
+// Passes between an error CQE and the flush. In a collapsed CQ the flush writes over the error, and
+// its reader would never learn what happened; hardware takes its time too.
+inline constexpr std::uint32_t flush_passes = 16;
 // What one request to a peer's engine carries.
 inline constexpr std::uint32_t staging_bytes = 16384;
 // libmlx5 ends a receive WQE's list with this key; it is therefore never given out.
@@ -123,7 +126,8 @@ struct EngineQp {
   EngineCq* send_cq;
   EngineCq* receive_cq;
   std::uint32_t user_index;
-  mlx5::Syndrome syndrome;  // what moved the queue to ERR
+  mlx5::Syndrome syndrome;   // what moved the queue to ERR
+  std::uint64_t flush_pass;  // when the flush begins
 
   // The WQE in hand, when it takes more than one turn.
   std::uint64_t moved;  // bytes
@@ -302,6 +306,7 @@ BELFRY_HOST_DEVICE void enter_error(Env& env, EngineQp& qp, mlx5::Syndrome syndr
   if (qp.state == QpState::err) return;
   qp.state = QpState::err;
   qp.syndrome = syndrome;
+  qp.flush_pass = env.pass() + flush_passes;
   qp.phase = Phase::fresh;
   qp.deferring = false;
   qp.watching = false;
@@ -461,11 +466,19 @@ BELFRY_HOST_DEVICE void for_each_piece(const Pieces& pieces, std::uint64_t from,
   }
 }
 
+// The whole WQE, and of each piece the first and the last 32 KiB: a turn's work stays bounded.
 BELFRY_HOST_DEVICE inline std::uint64_t hash_source(const Wqe& wqe, const Pieces& pieces) {
+  constexpr std::uint64_t end = 32768;
   std::uint64_t hash =
       hash_bytes(1, wqe.bytes, wqe.segments * std::uint64_t{mlx5::wqe_segment_bytes});
   for (std::uint32_t i = 0; i < pieces.count; ++i) {
-    hash = hash_bytes(hash, pieces.list[i].data, pieces.list[i].bytes);
+    const Piece& piece = pieces.list[i];
+    if (piece.bytes <= 2 * end) {
+      hash = hash_bytes(hash, piece.data, piece.bytes);
+    } else {
+      hash = hash_bytes(hash, piece.data, end);
+      hash = hash_bytes(hash, piece.data + piece.bytes - end, end);
+    }
   }
   return hash;
 }
@@ -895,7 +908,7 @@ BELFRY_HOST_DEVICE Result do_message(Env& env, EngineQp& qp, Wqe& wqe) {
   if (result.verdict == Verdict::done) {
     if (!read) check_source(env, qp, wqe, pieces);
     result.bytes = read ? static_cast<std::uint32_t>(pieces.total) : 0;
-  } else if (result.verdict != Verdict::failed && !read) {
+  } else if (qp.phase == Phase::asked && !read) {
     watch_source(qp, wqe, pieces, env);
   }
   return result;
@@ -1195,27 +1208,28 @@ BELFRY_HOST_DEVICE bool flush(Env& env, EngineQp& qp) {
   bool worked = false;
   const auto said = static_cast<std::uint16_t>(
       mlx5::swap_bytes(load<Order::acquire, Scope::system>(&qp.record->send.raw)));
+  if (static_cast<std::uint16_t>(said - qp.consumer) <= qp.mask + 1) qp.producer = said;
+  if (env.pass() < qp.flush_pass) return false;
   std::uint32_t budget = turn_wqes;
-  if (static_cast<std::uint16_t>(said - qp.consumer) <= qp.mask + 1) {
-    qp.producer = said;
-    while (qp.consumer != qp.producer && budget-- != 0) {
-      Wqe wqe;
-      fetch(qp, qp.consumer, static_cast<std::uint16_t>(qp.producer - qp.consumer), wqe);
-      // `first error` asks for one error CQE only, and that is written.
-      if ((wqe.control & mlx5::completion_mask) != mlx5::completion_on_first_error) {
-        write_cqe(env, qp, *qp.send_cq, mlx5::CqeOpcode::requester_error, wqe.opcode, qp.consumer,
-                  0, 0, mlx5::Syndrome::flushed, 0);
-      }
-      ++env.counters().wqes;
-      next_wqe(qp, wqe.blocks);
-      worked = true;
+  while (qp.consumer != qp.producer && budget != 0) {
+    --budget;
+    Wqe wqe;
+    fetch(qp, qp.consumer, static_cast<std::uint16_t>(qp.producer - qp.consumer), wqe);
+    // `first error` asks for one error CQE only, and that is written.
+    if ((wqe.control & mlx5::completion_mask) != mlx5::completion_on_first_error) {
+      write_cqe(env, qp, *qp.send_cq, mlx5::CqeOpcode::requester_error, wqe.opcode, qp.consumer, 0,
+                0, mlx5::Syndrome::flushed, 0);
     }
+    ++env.counters().wqes;
+    next_wqe(qp, wqe.blocks);
+    worked = true;
   }
   if (qp.receive_ring != nullptr) {
     const auto posted = static_cast<std::uint16_t>(
         mlx5::swap_bytes(load<Order::acquire, Scope::system>(&qp.record->receive.raw)));
     if (static_cast<std::uint16_t>(posted - qp.receive_consumer) <= qp.receive_mask + 1) {
-      while (qp.receive_consumer != posted && budget-- != 0) {
+      while (qp.receive_consumer != posted && budget != 0) {
+        --budget;
         write_cqe(env, qp, *qp.receive_cq, mlx5::CqeOpcode::responder_error, 0, qp.receive_consumer,
                   0, 0, mlx5::Syndrome::flushed, 0);
         ++qp.receive_consumer;
