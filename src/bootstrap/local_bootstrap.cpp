@@ -164,6 +164,11 @@ std::shared_ptr<const std::vector<Bytes>> LocalGroup::State::collective(
     }
   }
 
+  // For the executor's report of a deadlock, should it lose patience before the deadline.
+  simt::WaitNote note_of_wait;
+  note_of_wait.what = to_string(operation);
+  note_of_wait.id = seat.call.sequence;
+  const simt::Waiting waiting(note_of_wait);
   for (;;) {
     {
       std::lock_guard lock(mutex);

@@ -139,25 +139,50 @@ TEST_P(bootstrap_local, a_group_tells_who_ended_by_an_exception) {
 }
 
 TEST_P(bootstrap_local, the_progress_hook_runs_and_may_throw) {
-  std::atomic<bool> thrown{false};
   const auto outcomes = job(2, [&](Bootstrap& bootstrap) {
     if (bootstrap.rank() == 0) {
-      bootstrap.set_progress([&]() -> void {
-        thrown = true;
-        throw Error("the hook", "enough", "more", "none");
-      });
-      bootstrap.barrier();
+      bootstrap.set_progress([]() -> void { throw Error("the hook", "enough", "more", "none"); });
+    } else {
+      // Keeps the barrier from completing until the hook has thrown.
+      while (!bootstrap.check()) simt::yield();
     }
-    while (!thrown) simt::yield();
     bootstrap.barrier();
   });
   EXPECT_TRUE(contains(outcomes[0], "enough")) << outcomes[0];
-  EXPECT_TRUE(contains(outcomes[1], "rank 0")) << outcomes[1];
+  EXPECT_TRUE(contains(outcomes[1], "rank 0 failed")) << outcomes[1];
 }
 
 INSTANTIATE_TEST_SUITE_P(ways, bootstrap_local,
                          ::testing::Values(Way{"threads", by_threads}, Way{"fibers", by_fibers}),
                          [](const auto& test) { return test.param.name; });
+
+TEST(bootstrap_local_seeded, deadlines_count_virtual_time_and_replay) {
+  const simt::Options before = simt::options();
+  std::vector<Outcomes> runs;
+  for (int run = 0; run < 2; ++run) {
+    simt::Options seeded = before;
+    seeded.mode = simt::Mode::seeded;
+    seeded.seed = 7;
+    simt::configure(seeded);
+    LocalGroup group(3);
+    bool over = false;
+    runs.push_back(by_fibers(3, [&](int rank) {
+      const auto bootstrap = group.bootstrap(rank);
+      bootstrap->set_timeout(milliseconds(50));
+      for (int i = 0; i < 10; ++i) bootstrap->barrier();
+      if (rank == 1) {
+        while (!over) simt::yield();
+        return;
+      }
+      const auto outcome = outcome_of([&] { bootstrap->barrier(); });
+      over = true;
+      throw Error("outcome", outcome, "the same in both runs", "none");
+    }));
+  }
+  simt::configure(before);
+  EXPECT_EQ(runs[0], runs[1]);
+  EXPECT_TRUE(contains(runs[0][0], "it did not come to barrier #11 within 0.05 s")) << runs[0][0];
+}
 
 TEST(bootstrap_local_group, a_seat_is_given_once) {
   LocalGroup group(2);
