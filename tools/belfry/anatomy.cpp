@@ -139,6 +139,7 @@ void measure(std::shared_ptr<Bootstrap> bootstrap, const BenchOptions& options) 
   comm_options.provider = options.provider;
   comm_options.contexts = 1;
   comm_options.softnic.trace = true;
+  comm_options.softnic.strict = false;
   const auto comm = Comm::create(bootstrap, comm_options);
   Window window = comm->window(4096);
   const std::uint64_t warm_up = 100;

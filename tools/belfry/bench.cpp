@@ -111,6 +111,8 @@ std::vector<Row> measure_all(const BenchOptions& options, const std::vector<Path
       comm_options.path = path;
       comm_options.provider = options.provider;
       comm_options.contexts = options.contexts;
+      // The strict checks read every source twice, which no hardware does.
+      comm_options.softnic.strict = false;
       const auto comm = Comm::create(bootstrap, comm_options);
       if (comm->rank() == 0) {
         std::printf("   ... path %s\n", to_string(path));
@@ -241,15 +243,18 @@ __global__ void stream_kernel(DeviceComm comm, std::uint32_t window, std::uint64
   note(outcome, net.quiet(this_thread, 1));
 }
 
+// One thread a context; 32 puts share a doorbell.
 __global__ void rate_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t puts,
                             Outcome* outcome) {
-  Net net{comm, blockIdx.x};
-  const std::uint64_t mine = 8ull * (blockIdx.x * 32 + this_warp.rank());
+  const Net net{comm, blockIdx.x};
+  const std::uint64_t mine = 64ull * blockIdx.x;
   for (std::uint64_t i = 0; i < puts / 32; ++i) {
-    const Ticket ticket = net.put_value(EachLane{~0u}, 1, {window, mine}, i);
-    if (ticket.status != Status::ok) return note(outcome, ticket.status);
+    Batch batch{net};
+    for (int k = 0; k < 32; ++k) (void)batch.put(1, {window, mine}, {window, mine + 8}, 8);
+    const Status status = batch.ring();
+    if (status != Status::ok) return note(outcome, status);
   }
-  note(outcome, net.quiet(this_warp, 1));
+  note(outcome, net.quiet(this_thread, 1));
 }
 
 // ---- all-to-all ----
@@ -375,7 +380,7 @@ int bench_rate(const BenchOptions& options, const std::vector<std::string>& argv
     for (std::uint64_t i = 0; i < repetitions && comm.rank() == 0; ++i) {
       Outcome outcome;
       const std::uint64_t start = simt::now_ns();
-      launch({.grid = options.contexts, .block = 32, .name = "rate"}, rate_kernel,
+      launch({.grid = options.contexts, .block = 1, .name = "rate"}, rate_kernel,
              comm.device_comm({.contexts = options.contexts}), window.id(), puts, &outcome)
           .wait();
       const auto ns = static_cast<double>(simt::now_ns() - start);
@@ -388,7 +393,7 @@ int bench_rate(const BenchOptions& options, const std::vector<std::string>& argv
   });
   if (is_rank_0()) {
     std::printf(
-        "Puts of 8 bytes, million per second, posted by 32 lanes together; p99: 99 of 100 were "
+        "Puts of 8 bytes, million per second, 32 to a doorbell; p99: 99 of 100 were "
         "faster\n   %s\n",
         machine_line().c_str());
     print_table(rows, paths, "M/s");
