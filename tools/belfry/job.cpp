@@ -2,6 +2,7 @@
 
 #include <fcntl.h>
 #include <fmt/format.h>
+#include <sys/stat.h>
 #include <sys/utsname.h>
 #include <unistd.h>
 
@@ -126,22 +127,29 @@ namespace {
                               : "check the folder and its permissions, or choose another --json");
 }
 
-std::string temporary(const std::string& file) { return file + ".part"; }
+// A regular file is replaced at once, by way of a second one; a pipe or a device is written to.
+bool replaced(const std::string& file) {
+  struct stat status {};
+  return ::stat(file.c_str(), &status) != 0 || S_ISREG(status.st_mode);
+}
+
+std::string written_to(const std::string& file) { return replaced(file) ? file + ".part" : file; }
 
 }  // namespace
 
 void check_writable(const std::string& file) {
   if (file.empty()) return;
-  const int fd = ::open(temporary(file).c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
+  const std::string part = written_to(file);
+  const int fd = ::open(part.c_str(), O_WRONLY | O_CREAT | O_CLOEXEC, 0644);
   if (fd < 0) cannot_write(file, errno);
   ::close(fd);
-  ::unlink(temporary(file).c_str());
+  if (part != file) ::unlink(part.c_str());
 }
 
 void write_json(const std::string& file, const nlohmann::json& json) {
   if (file.empty()) return;
   const std::string text = json.dump(2) + "\n";
-  const std::string part = temporary(file);
+  const std::string part = written_to(file);
   const int fd = ::open(part.c_str(), O_WRONLY | O_CREAT | O_TRUNC | O_CLOEXEC, 0644);
   if (fd < 0) cannot_write(file, errno);
   std::size_t written = 0;
@@ -157,9 +165,9 @@ void write_json(const std::string& file, const nlohmann::json& json) {
   // Some file systems say only now that the disk is full.
   if (error == 0 && ::fsync(fd) != 0 && errno != EINVAL) error = errno;
   if (::close(fd) != 0 && error == 0) error = errno;
-  if (error == 0 && ::rename(part.c_str(), file.c_str()) != 0) error = errno;
+  if (part != file && error == 0 && ::rename(part.c_str(), file.c_str()) != 0) error = errno;
   if (error != 0) {
-    ::unlink(part.c_str());
+    if (part != file) ::unlink(part.c_str());
     cannot_write(file, error);
   }
 }
