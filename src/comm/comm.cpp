@@ -470,15 +470,17 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
       }
       if (!choice.lsa) continue;
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
-      if (same_process) {
-        entry.lsa = reinterpret_cast<std::byte*>(offer.local);
-      } else if (offer.shared != 0 && trouble == nullptr) {
+      if (offer.shared != 0 && trouble == nullptr) {
+        // Held also for a rank of this process: a job that was aborted ends rank by rank, and a
+        // kernel may still store to one that is gone.
         try {
           mappings.push_back(memory::map_remote(offer.segment));
           entry.lsa = static_cast<std::byte*>(mappings.back()->data());
         } catch (const std::exception&) {
           trouble = std::current_exception();
         }
+      } else if (same_process) {
+        entry.lsa = reinterpret_cast<std::byte*>(offer.local);
       }
     }
     const std::uint32_t unmapped = trouble != nullptr ? 1 : 0;
@@ -577,20 +579,27 @@ void Comm::Implementation::attend() {
     }
   }
   announce();
-  if (load<Order::acquire, Scope::system>(&error_record.state) == 2 && !told) {
-    told = true;
-    collect_reports();
-    const std::lock_guard guard(notes_mutex);
-    // What the NIC said first is nearest to the cause.
-    failure_text = sentence(error_record);
-    if (!reports.empty()) failure_text += "; " + reports.front();
-    bootstrap->fail(failure_text);
-  }
+  tell_failure();
   const std::uint64_t now = simt::now_ns();
   if (now - last_check < 1'000'000) return;
   last_check = now;
   if (const auto failure = bootstrap->check()) notice(*failure);
   collect_reports();
+}
+
+// A failure of this rank is news to the others, once.
+void Comm::Implementation::tell_failure() {
+  if (load<Order::acquire, Scope::system>(&error_record.state) != 2 || told) return;
+  told = true;
+  collect_reports();
+  std::string text = sentence(error_record);
+  {
+    const std::lock_guard guard(notes_mutex);
+    // What the NIC said first is nearest to the cause.
+    if (!reports.empty()) text += "; " + reports.front();
+    failure_text = text;
+  }
+  bootstrap->fail(text);
 }
 
 void Comm::Implementation::collect_reports() {
@@ -790,6 +799,8 @@ void Comm::Implementation::settle() {
 
 Comm::Implementation::~Implementation() {
   poller = {};
+  // It may have failed since the last pass.
+  tell_failure();
   proxies.clear();
   triggered.clear();
   direct.clear();
@@ -1132,13 +1143,15 @@ Health Comm::health() {
     health.error = Implementation::sentence(*record);
     health.failed_peer = record->peer;
   }
+  self.add_pending(health.pending);
+  // No atomic of the library under the lock: in the seeded mode another task may run there, and
+  // the poller wants the lock too.
   const std::lock_guard guard(self.notes_mutex);
   if (!self.failure_text.empty()) {
     health.error += (health.error.empty() ? "" : "; ") + self.failure_text;
   }
   health.left = self.left;
   health.reports = std::exchange(self.reports, {});
-  self.add_pending(health.pending);
   return health;
 }
 

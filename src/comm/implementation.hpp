@@ -63,6 +63,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void attend();
   void announce();
   void settle();
+  void tell_failure();
   void collect_reports();
   void add_pending(std::vector<std::string>& lines) const;
   void notice(const Failure& failure);
