@@ -165,7 +165,7 @@ TEST(bootstrap_local_seeded, deadlines_count_virtual_time_and_replay) {
     seeded.seed = 7;
     simt::configure(seeded);
     LocalGroup group(3);
-    bool over = false;
+    std::atomic<bool> over{false};
     runs.push_back(by_fibers(3, [&](int rank) {
       const auto bootstrap = group.bootstrap(rank);
       bootstrap->set_timeout(milliseconds(50));

@@ -61,8 +61,8 @@ TEST(bootstrap_tcp, no_rank_leaves_a_barrier_before_the_last_has_come) {
 
 TEST(bootstrap_tcp, messages_larger_than_socket_buffers_arrive) {
   const auto outcomes = tcp_job(3, [&](Bootstrap& bootstrap) {
-    const auto all = bootstrap.allgather(Bytes(std::size_t{8} << 20, std::byte{7}));
-    for (const auto& part : all) EXPECT_EQ(part.size(), std::size_t{8} << 20);
+    const auto all = bootstrap.allgather(Bytes(std::size_t{4} << 20, std::byte{7}));
+    for (const auto& part : all) EXPECT_EQ(part.size(), std::size_t{4} << 20);
   });
   for (const auto& outcome : outcomes) EXPECT_EQ(outcome, "");
 }
