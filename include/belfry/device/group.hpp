@@ -47,6 +47,9 @@ struct Warp {
     std::memcpy(words, &value, sizeof(T));
     const unsigned members = mask();
     for (std::uint32_t& word : words) word = __shfl_sync(members, word, 0);
+    // A shuffle orders no memory: what the leader acquired (a signal, a completion) is every
+    // member's only after this.
+    __syncwarp(members);
     T result;
     std::memcpy(static_cast<void*>(&result), words, sizeof(T));
     return result;
@@ -82,6 +85,9 @@ struct Block {
 struct EachLane {
   unsigned lanes = 0;
   BELFRY_DEVICE unsigned together() const { return lanes != 0 ? lanes : __activemask(); }
+  // Each lane shares its copies with nobody.
+  BELFRY_DEVICE static unsigned rank() { return 0; }
+  BELFRY_DEVICE static unsigned size() { return 1; }
   BELFRY_DEVICE static bool leader() { return true; }
   BELFRY_DEVICE static void sync() {}
   template <class T>

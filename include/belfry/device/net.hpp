@@ -290,6 +290,8 @@ class NetSet {
       for (std::uint64_t i = group.rank(); i < bytes / 4; i += group.size()) {
         store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
       }
+      // The ticket is complete: nobody may still read the source when a member reuses it.
+      group.sync();
       return ticket;
     }
     if (group.leader()) ticket = post_packets(peer, c, resolved, words, bytes / 4, tag);
@@ -385,6 +387,8 @@ class NetSet {
       return failed != 0 ? Status::failed : aborted != 0 ? Status::aborted : Status::timed_out;
     } else if constexpr (std::is_same_v<Group, Warp>) {
       const unsigned mask = group.mask();
+      // A vote orders no memory, and members read what others unpacked.
+      group.sync();
       if (__any_sync(mask, mine == Status::failed) != 0) return Status::failed;
       if (__any_sync(mask, mine == Status::aborted) != 0) return Status::aborted;
       return __any_sync(mask, mine != Status::ok) != 0 ? Status::timed_out : Status::ok;
@@ -628,6 +632,8 @@ class NetSet {
     ticket.slot = c.result_slot;
     std::uint64_t first = 0;
     if (lane == first_lane) ticket.status = queue::reserve(q, total, comm_.scope, first);
+    // The first lane acquired the free slots for all who write to them; shuffles order no memory.
+    __syncwarp(together);
     ticket.status = static_cast<Status>(__shfl_sync(
         together, static_cast<std::uint32_t>(ticket.status), static_cast<int>(first_lane)));
     if (ticket.status != Status::ok) return ticket;
@@ -693,6 +699,7 @@ class NetSet {
     ticket.slot = c.result_slot;
     std::uint64_t first = 0;
     if (lane == first_lane) ticket.status = queue::reserve(*r.ring, count, comm_.scope, first);
+    __syncwarp(together);  // as in post_lanes()
     ticket.status = static_cast<Status>(__shfl_sync(
         together, static_cast<std::uint32_t>(ticket.status), static_cast<int>(first_lane)));
     if (ticket.status != Status::ok) return ticket;
@@ -858,6 +865,7 @@ class NetSet {
                                     std::uint32_t tag) const {
     const Route& r = route(peer);
     Ticket ticket;
+    if (count == 0) return ticket;  // nothing that a wait could wait for
     ticket.route = &r;
     if constexpr (Paths.has(Path::direct)) {
       if (r.nic == Path::direct) {
@@ -877,7 +885,7 @@ class NetSet {
           ticket.status = queue::make_ready(q, first, blocks, comm_.scope);
           ticket.end = first + blocks;
         }
-        if (ticket.status == Status::ok && count != 0) {
+        if (ticket.status == Status::ok) {
           ticket.status = queue::ring(q, ticket.end, comm_.scope);
         }
         return ticket;
