@@ -395,7 +395,14 @@ void Comm::Implementation::connect_to_peers(
         if (to != rank) continue;
         const std::string& name = choices[p].provider;
         for (const path::Offer::Nic& nic : offers[p].nics) {
-          if (nic.provider == name) queues[p][i]->connect(nic.address, address);
+          if (nic.provider != name) continue;
+          try {
+            queues[p][i]->connect(nic.address, address);
+          } catch (const Error& e) {
+            // The provider knows processes and queues; which rank it is, is known here.
+            throw Error(fmt::format("connection to rank {}", peer), e.what(),
+                        "a queue of that rank to connect to", "see that rank's own error");
+          }
         }
       }
     }
@@ -476,8 +483,10 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
         try {
           mappings.push_back(memory::map_remote(offer.segment));
           entry.lsa = static_cast<std::byte*>(mappings.back()->data());
-        } catch (const std::exception&) {
-          trouble = std::current_exception();
+        } catch (const std::exception& e) {
+          trouble = std::make_exception_ptr(Error(fmt::format("window {} of rank {}", id, peer),
+                                                  e.what(), "memory that can be mapped",
+                                                  "see that rank's own error"));
         }
       } else if (same_process) {
         entry.lsa = reinterpret_cast<std::byte*>(offer.local);
@@ -728,23 +737,24 @@ Comm::Comm(std::shared_ptr<Implementation> implementation) : self_(std::move(imp
 
 std::unique_ptr<Comm> Comm::create(std::shared_ptr<Bootstrap> bootstrap,
                                    const CommOptions& options) {
-  CommOptions chosen = options;
-  if (const char* name = std::getenv("BELFRY_PATH"); name != nullptr && *name != '\0') {
-    chosen.path = path::parse_path(name, "BELFRY_PATH");
-  }
-  if (const char* name = std::getenv("BELFRY_PROVIDER"); name != nullptr && *name != '\0') {
-    chosen.provider = name;
-  }
-  auto implementation = std::make_shared<Implementation>(bootstrap, chosen);
+  std::shared_ptr<Implementation> implementation;
   try {
+    CommOptions chosen = options;
+    if (const char* name = std::getenv("BELFRY_PATH"); name != nullptr && *name != '\0') {
+      chosen.path = path::parse_path(name, "BELFRY_PATH");
+    }
+    if (const char* name = std::getenv("BELFRY_PROVIDER"); name != nullptr && *name != '\0') {
+      chosen.provider = name;
+    }
     check(chosen);
+    implementation = std::make_shared<Implementation>(bootstrap, chosen);
     implementation->create();
+    return std::unique_ptr<Comm>(new Comm(std::move(implementation)));
   } catch (const std::exception& e) {
     // The others must not wait for this rank.
     bootstrap->fail(e.what());
     throw;
   }
-  return std::unique_ptr<Comm>(new Comm(std::move(implementation)));
 }
 
 Comm::~Comm() {
@@ -757,8 +767,9 @@ Comm::~Comm() {
       self.bootstrap->set_timeout(
           std::chrono::duration_cast<std::chrono::milliseconds>(self.options.startup_timeout));
       self.bootstrap->barrier();
-    } catch (const std::exception&) {
-      // A rank is gone: nothing of ours is being reached for, or it no longer matters.
+    } catch (...) {
+      // A rank is gone: nothing of ours is being reached for, or it no longer matters. Or the
+      // executor ends this fiber (simt::Killed), which its next wait learns.
     }
     self.bootstrap->set_timeout(timeout);
   }
@@ -897,6 +908,8 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
     Implementation::unlock(h.lock);
     return posted;
   });
+  // An atomic is one WQE: what is not posted writes to no slot.
+  if (fetches && ticket.status != Status::ok) queue::release_result(*q, ticket.slot);
   return ticket;
 }
 
