@@ -68,7 +68,7 @@ std::string name_space(const char* path) {
 
 std::string this_host() {
   if (const char* identity = std::getenv("BELFRY_HOST_ID")) {
-    const std::string text = identity;
+    std::string text = identity;
     if (text.empty() || text.size() > bootstrap::max_host_bytes ||
         text != bootstrap::printable(text)) {
       throw Error("BELFRY_HOST_ID", fmt::format("'{}'", bootstrap::printable(text, 64)),
