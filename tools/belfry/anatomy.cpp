@@ -134,6 +134,7 @@ void take_nic_stamps(Comm& comm, std::vector<Stamps>& all) {
 }
 
 void measure(std::shared_ptr<Bootstrap> bootstrap, const BenchOptions& options) {
+  require_ranks(*bootstrap, 2);
   CommOptions comm_options;
   comm_options.path = Path::direct;
   comm_options.provider = options.provider;
@@ -141,6 +142,7 @@ void measure(std::shared_ptr<Bootstrap> bootstrap, const BenchOptions& options) 
   comm_options.softnic.trace = true;
   comm_options.softnic.strict = false;
   const auto comm = Comm::create(bootstrap, comm_options);
+  require_path(*comm, Path::direct);
   Window window = comm->window(4096);
   const std::uint64_t warm_up = 100;
   const std::uint64_t rounds = options.iterations == 0 ? 2000 : options.iterations;
@@ -211,7 +213,7 @@ int bench_anatomy(const BenchOptions& options, const std::vector<std::string>& a
     throw Error("anatomy", "another path, size, rank or context count",
                 "one 8-byte put on path direct between 2 ranks", "leave those options out");
   }
-  if (!is_rank()) {
+  if (!seat()) {
     check_writable(options.json);
     return start_ranks(2, argv);
   }

@@ -106,6 +106,7 @@ std::vector<Row> measure_all(const BenchOptions& options, const std::vector<Path
                              const std::vector<std::uint64_t>& sizes, Measure&& measure) {
   std::vector<Row> rows;
   as_rank([&](std::shared_ptr<Bootstrap> bootstrap) {
+    require_ranks(*bootstrap, options.ranks);
     for (const Path path : paths) {
       CommOptions comm_options;
       comm_options.path = path;
@@ -114,6 +115,7 @@ std::vector<Row> measure_all(const BenchOptions& options, const std::vector<Path
       // The strict checks read every source twice, which no hardware does.
       comm_options.softnic.strict = false;
       const auto comm = Comm::create(bootstrap, comm_options);
+      require_path(*comm, path);
       if (comm->rank() == 0) {
         std::printf("   ... path %s\n", to_string(path));
         std::fflush(stdout);
@@ -125,13 +127,6 @@ std::vector<Row> measure_all(const BenchOptions& options, const std::vector<Path
     }
   });
   return rows;
-}
-
-bool is_rank_0() {
-  for (const char* name : {"BELFRY_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
-    if (const char* value = std::getenv(name)) return std::string_view(value) == "0";
-  }
-  return false;
 }
 
 // ---- latency ----
@@ -280,7 +275,7 @@ void need_two(const BenchOptions& options) {
 }
 
 int launch_or(const BenchOptions& options, const std::vector<std::string>& argv, int& result) {
-  if (is_rank()) return 0;
+  if (seat()) return 0;
   check_writable(options.json);
   result = start_ranks(options.ranks, argv);
   return 1;
@@ -297,7 +292,7 @@ int bench_latency(const BenchOptions& options, const std::vector<std::string>& a
   const auto sizes = chosen_sizes(options, usual, 4);
   int result = 0;
   if (launch_or(options, argv, result) != 0) return result;
-  if (is_rank_0()) {
+  if (seat() == 0) {
     std::printf(
         "One-way latency of put with signal, microseconds, half of a round trip\n   %s\n"
         "   2 ranks, 2 processes of this host; ratio: to %s\n",
@@ -313,7 +308,7 @@ int bench_latency(const BenchOptions& options, const std::vector<std::string>& a
         (void)ping_pong(comm, window, path, bytes, std::max<std::uint64_t>(iterations / 10, 2));
         return quantiles(ping_pong(comm, window, path, bytes, iterations));
       });
-  if (is_rank_0()) {
+  if (seat() == 0) {
     print_table(rows, paths, "us");
     write_json(options.json, report("latency", "us", options, rows));
   }
@@ -353,7 +348,7 @@ int bench_bandwidth(const BenchOptions& options, const std::vector<std::string>&
     const Quantiles q = quantiles(values);
     return Quantiles{-q.p50, -q.p99};
   });
-  if (is_rank_0()) {
+  if (seat() == 0) {
     std::printf("Bandwidth of puts, GB/s, rank 0 to rank 1; p99: 99 of 100 were faster\n   %s\n",
                 machine_line().c_str());
     print_table(rows, paths, "GB/s");
@@ -391,7 +386,7 @@ int bench_rate(const BenchOptions& options, const std::vector<std::string>& argv
     const Quantiles q = quantiles(values);
     return Quantiles{-q.p50, -q.p99};
   });
-  if (is_rank_0()) {
+  if (seat() == 0) {
     std::printf(
         "Puts of 8 bytes, million per second, 32 to a doorbell; p99: 99 of 100 were "
         "faster\n   %s\n",
@@ -428,7 +423,7 @@ int bench_alltoall(const BenchOptions& options, const std::vector<std::string>& 
     comm.barrier();
     return quantiles(values);
   });
-  if (is_rank_0()) {
+  if (seat() == 0) {
     std::printf(
         "All-to-all of %d ranks, microseconds from launch to the end of the kernel, by bytes per "
         "pair\n   %s\n",

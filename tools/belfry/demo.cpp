@@ -356,6 +356,7 @@ int exchange_as_rank() {
       options.path = path;
       options.contexts = contexts;
       const auto comm = Comm::create(bootstrap, options);
+      require_path(*comm, path);
       if (comm->rank() == 0 && path == Path::lsa) {
         std::printf("1. Exchanges inside kernels, %d ranks as processes, every byte checked\n",
                     comm->ranks());
@@ -386,7 +387,7 @@ int exchange_as_rank() {
 }  // namespace
 
 int demo(const std::string& json, const std::vector<std::string>& argv) {
-  if (is_rank()) return exchange_as_rank();
+  if (seat()) return exchange_as_rank();
   check_writable(json);
   std::printf("belfry on %s\n\n", machine_line().c_str());
   std::fflush(stdout);

@@ -20,11 +20,16 @@
 
 namespace belfry::tool {
 
-bool is_rank() {
+std::optional<int> seat() {
   for (const char* name : {"BELFRY_RANK", "RANK", "OMPI_COMM_WORLD_RANK", "SLURM_PROCID"}) {
-    if (std::getenv(name) != nullptr) return true;
+    const char* rank = std::getenv(name);
+    // A batch script has SLURM_PROCID too; only what srun starts has a step.
+    const bool in_step = std::strcmp(name, "SLURM_PROCID") != 0 ||
+                         std::getenv("SLURM_STEP_ID") != nullptr ||
+                         std::getenv("SLURM_STEPID") != nullptr;
+    if (rank != nullptr && in_step) return std::atoi(rank);
   }
-  return false;
+  return std::nullopt;
 }
 
 int start_ranks(int ranks, const std::vector<std::string>& argv) {
@@ -170,6 +175,20 @@ void write_json(const std::string& file, const nlohmann::json& json) {
     if (part != file) ::unlink(part.c_str());
     cannot_write(file, error);
   }
+}
+
+void require_ranks(const Bootstrap& bootstrap, int ranks) {
+  if (bootstrap.ranks() == ranks) return;
+  throw Error("--ranks", std::to_string(ranks),
+              fmt::format("{}, the ranks of this job", bootstrap.ranks()),
+              "give the launcher as many, or start this command without one");
+}
+
+void require_path(const Comm& comm, Path path) {
+  if (comm.options().path == path) return;
+  throw Error("environment variable BELFRY_PATH", to_string(comm.options().path),
+              fmt::format("unset, or {}", to_string(path)),
+              "unset it: this command goes through the paths itself (bench has --path)");
 }
 
 void require_ok(Status status, Comm& comm, const char* what) {

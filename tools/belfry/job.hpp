@@ -5,6 +5,7 @@
 #include <functional>
 #include <memory>
 #include <nlohmann/json.hpp>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -13,8 +14,8 @@
 
 namespace belfry::tool {
 
-// True when this process has been given a seat in a job (by `belfry run`, torchrun, ...).
-bool is_rank();
+// The rank that this process has been given in a job (by `belfry run`, torchrun, ...), if any.
+std::optional<int> seat();
 
 // Starts `ranks` copies of this very command line as the ranks of a job; returns the exit code.
 int start_ranks(int ranks, const std::vector<std::string>& argv);
@@ -41,6 +42,12 @@ std::string machine_line();
 // for nothing. write_json() replaces the file at once or not at all.
 void check_writable(const std::string& file);
 void write_json(const std::string& file, const nlohmann::json& json);
+
+// Throws belfry::Error when a launcher started another number of ranks than is to be measured.
+void require_ranks(const Bootstrap& bootstrap, int ranks);
+// Throws belfry::Error when the environment replaced the path that is to be measured: the figures
+// would carry the wrong name.
+void require_path(const Comm& comm, Path path);
 
 // The errors of a communicator as an exception, for work that cannot go on without.
 void require_ok(Status status, Comm& comm, const char* what);
