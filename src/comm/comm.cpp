@@ -873,7 +873,7 @@ void Comm::Implementation::refuse(const queue::Command& c, int peer,
 HostTicket Comm::post(int peer, const queue::Command& operation) {
   Implementation& self = *self_;
   queue::Command c = operation;
-  const post::Resolved resolved = post::resolve(self.view, c, peer);
+  const post::Resolved resolved = post::resolve_user(self.view, c, peer);
   if (resolved.failure != ErrorReason::none ||
       (c.signal_op != queue::SignalOp::none && c.signal_id >= self.options.signals)) {
     self.refuse(c, peer, resolved);
@@ -1021,7 +1021,7 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
     part.t = &self.triggered_queue(context, p.peer);
     queue::SendQueue& q = *part.t->queue->send_queue();
     for (const queue::Command& c : p.operations) {
-      part.resolved.push_back(post::resolve(self.view, c, p.peer));
+      part.resolved.push_back(post::resolve_user(self.view, c, p.peer));
       if (part.resolved.back().failure != ErrorReason::none ||
           (c.signal_op != queue::SignalOp::none && c.signal_id >= self.options.signals)) {
         self.refuse(c, p.peer, part.resolved.back());

@@ -269,7 +269,7 @@ class NetSet {
       ticket.status = Status::failed;
       return ticket;
     }
-    const post::Resolved resolved = post::resolve(comm_, c, peer);
+    const post::Resolved resolved = post::resolve_user(comm_, c, peer);
     if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
         src.offset % 4 != 0) {
       ticket.status = refuse(
@@ -487,7 +487,7 @@ class NetSet {
 
   BELFRY_DEVICE Plan plan(int peer, const queue::Command& c) const {
     Plan p;
-    p.resolved = post::resolve(comm_, c, peer);
+    p.resolved = post::resolve_user(comm_, c, peer);
     if (p.resolved.failure != ErrorReason::none) return p;
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
@@ -796,7 +796,7 @@ class NetSet {
       ticket.status = Status::failed;
       return ticket;
     }
-    const post::Resolved resolved = post::resolve(comm_, c, peer);
+    const post::Resolved resolved = post::resolve_user(comm_, c, peer);
     if (resolved.failure != ErrorReason::none) {
       ticket.status = refuse(resolved.failure, c.operation, peer, resolved.detail);
       return ticket;

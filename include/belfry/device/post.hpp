@@ -90,6 +90,22 @@ BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::
   return r;
 }
 
+// As resolve(), for a user's operation. Window 0 holds the signals of all ranks, and a Window that
+// was never made, or was moved from, has its number: data may not go there by accident.
+BELFRY_HOST_DEVICE inline Resolved resolve_user(const DeviceComm& comm, const queue::Command& c,
+                                                int peer) {
+  Resolved r = resolve(comm, c, peer);
+  const bool data =
+      c.operation != queue::Operation::signal && c.operation != queue::Operation::none;
+  if (r.failure == ErrorReason::none && data &&
+      (c.dst_window == control_window ||
+       (has_source(c.operation) && c.src_window == control_window))) {
+    r.failure = ErrorReason::out_of_window;
+    r.detail = control_window;
+  }
+  return r;
+}
+
 BELFRY_HOST_DEVICE inline Status report(const DeviceComm& comm, const queue::Command& c, int peer,
                                         std::uint32_t context, ErrorReason failure,
                                         std::uint64_t detail) {
