@@ -20,12 +20,28 @@
 
 namespace belfry {
 
+// A lock that others wait for by yielding, and that a poller, which must not wait, only tries.
+class YieldingLock {
+ public:
+  bool try_lock() {
+    std::uint32_t unlocked = 0;
+    return compare_exchange<Order::acquire, Scope::system>(&held_, unlocked, 1u);
+  }
+  void lock() {
+    while (!try_lock()) simt::yield();
+  }
+  void unlock() { store<Order::release, Scope::system>(&held_, 0u); }
+
+ private:
+  std::uint32_t held_ = 0;
+};
+
 // A queue that the CPU posts to for the host path.
 struct HostQueue {
   std::unique_ptr<provider::Queue> queue;
   std::optional<std::uint64_t> last;  // completes everything posted so far
-  std::uint32_t lock = 0;             // held for one post or poll; pollers only try it
-  std::uint32_t order = 0;            // held for one whole operation
+  YieldingLock lock;                  // held for one post or poll; pollers only try it
+  YieldingLock order;                 // held for one whole operation
 };
 
 // A queue whose requests the CPU builds ahead of time.
@@ -50,6 +66,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void make_tables();
   void connect_queues();
   void connect_to_peers(const std::vector<std::vector<provider::Queue*>>& queues);
+  static std::size_t factory_index(const std::string& provider);  // their number: none such
   provider::Provider& provider_of(int peer);
 
   // Collective: registers, exchanges, maps.
@@ -73,10 +90,6 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
                            const post::Resolved& resolved) const;
   Triggered& triggered_queue(std::uint32_t context, int peer);
   static std::string sentence(const ErrorRecord& record);
-
-  static bool try_lock(std::uint32_t& lock);
-  static void lock(std::uint32_t& lock);
-  static void unlock(std::uint32_t& lock);
 
   std::shared_ptr<Bootstrap> bootstrap;
   CommOptions options;
@@ -109,7 +122,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   std::vector<std::unique_ptr<provider::Queue>> direct;
   std::vector<Triggered> triggered;
   std::vector<std::unique_ptr<path::ProxyChannel>> proxies;
-  std::uint32_t prepare_lock = 0;
+  YieldingLock prepare_lock;
 
   // Written by the poller.
   std::uint64_t passes = 0;

@@ -1,0 +1,386 @@
+// How a communicator comes to be, in the order in which it happens: options are checked, the ranks
+// agree, providers open, a path is chosen for each pair, tables are made, queues are connected.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+
+#include "comm/implementation.hpp"
+
+namespace belfry {
+
+namespace {
+
+std::string provider_names() {
+  std::string names;
+  for (const auto& factory : provider::factories()) {
+    names += (names.empty() ? "" : ", ") + std::string(factory.name);
+  }
+  return names;
+}
+
+void bound(const char* field, std::uint64_t value, std::uint64_t low, std::uint64_t high) {
+  if (value >= low && value <= high) return;
+  throw Error(fmt::format("option {}", field), std::to_string(value),
+              fmt::format("{} to {}", low, high), "correct the communicator's options");
+}
+
+void power_of_two(const char* field, std::uint64_t value) {
+  if (std::has_single_bit(value)) return;
+  throw Error(fmt::format("option {}", field), std::to_string(value), "a power of two",
+              fmt::format("use {}", std::bit_ceil(value)));
+}
+
+void check_probability(const char* field, double value) {
+  if (value >= 0 && value <= 1) return;
+  throw Error(fmt::format("option softnic.{}", field), fmt::format("{}", value), "0 to 1",
+              "correct the communicator's options");
+}
+
+}  // namespace
+
+void check(const CommOptions& o) {
+  bound("contexts", o.contexts, 1, 1024);
+  bound("signals", o.signals, 1, 1u << 20);
+  bound("counters", o.counters, 1, 1u << 20);
+  bound("barriers", o.barriers, 1, 4096);
+  bound("windows", o.windows, 2, (1u << queue::command_bits::window) - 1);
+  bound("queue_depth", o.queue_depth, 4, queue::max_depth);
+  power_of_two("queue_depth", o.queue_depth);
+  bound("command_depth", o.command_depth, 1, 1u << 16);
+  power_of_two("command_depth", o.command_depth);
+  bound("result_slots", o.result_slots, 2, (1u << queue::command_bits::result_slot) - 1);
+  if (o.lsa_ranks < 0) {
+    throw Error("option lsa_ranks", std::to_string(o.lsa_ranks), "0 to 65536",
+                "correct the communicator's options");
+  }
+  bound("lsa_ranks", static_cast<std::uint64_t>(o.lsa_ranks), 0, 65536);
+  bound("path", static_cast<std::uint64_t>(o.path), 0, static_cast<std::uint64_t>(Path::lsa));
+  bound("timeout (ns)", static_cast<std::uint64_t>(o.timeout.count()), 1, ~0ull >> 1);
+  bound("startup_timeout (ns)", static_cast<std::uint64_t>(o.startup_timeout.count()), 1,
+        ~0ull >> 1);
+  check_probability("delay", o.softnic.delay);
+  check_probability("reorder", o.softnic.reorder);
+  check_probability("drop", o.softnic.drop);
+  // Signals past the user's are numbered in the same field of a command.
+  bound("signals and barriers together", DeviceComm::control_words(o.signals, o.barriers), 0,
+        (1u << queue::command_bits::signal_id) - 1);
+}
+
+Comm::Implementation::Implementation(std::shared_ptr<Bootstrap> bootstrap_, CommOptions options_)
+    : bootstrap(std::move(bootstrap_)), options(std::move(options_)) {
+  rank = bootstrap->rank();
+  ranks = bootstrap->ranks();
+  bootstrap->set_progress([] { simt::yield(); });
+}
+
+void Comm::Implementation::create() {
+  agree_on_configuration();
+  open_providers();
+  make_control_memory();
+  choose_paths();
+  make_tables();
+  // Registered with every provider that some pair uses; window 0.
+  publish_window(control_window, reinterpret_cast<std::byte*>(control.data()), control.size(),
+                 &control, nullptr);
+  connect_queues();
+  poller = simt::add_poller(fmt::format("comm rank {}", rank), [this] { return progress(); });
+  bootstrap->barrier();
+}
+
+void Comm::Implementation::agree_on_configuration() {
+  const CommOptions& o = options;
+  const std::vector<ConfigField> fields{
+      {"device_comm version", std::to_string(device_comm_version)},
+      {"contexts", std::to_string(o.contexts)},
+      {"signals", std::to_string(o.signals)},
+      {"counters", std::to_string(o.counters)},
+      {"barriers", std::to_string(o.barriers)},
+      {"windows", std::to_string(o.windows)},
+      {"queue_depth", std::to_string(o.queue_depth)},
+      {"command_depth", std::to_string(o.command_depth)},
+      {"result_slots", std::to_string(o.result_slots)},
+      {"collapsed_cq", o.collapsed_cq ? "yes" : "no"},
+      {"path", o.path == Path::none ? "any" : to_string(o.path)},
+      {"provider", o.provider.empty() ? "any" : o.provider},
+      {"load_store", o.load_store ? "yes" : "no"},
+      {"lsa_ranks", std::to_string(o.lsa_ranks)},
+      {"first_index", std::to_string(o.first_index)},
+  };
+  require_same_configuration(*bootstrap, fields);
+}
+
+void Comm::Implementation::open_providers() {
+  if (!options.provider.empty() &&
+      factory_index(options.provider) == provider::factories().size()) {
+    throw Error("provider", "'" + options.provider + "'", provider_names(),
+                "correct BELFRY_PROVIDER or the option, or leave it out");
+  }
+  provider::Options chosen;
+  chosen.label = fmt::format("rank {}", rank);
+  const SoftnicOptions& s = options.softnic;
+  chosen.seed = s.seed + static_cast<std::uint64_t>(rank);
+  chosen.strict = s.strict;
+  chosen.trace = s.trace;
+  chosen.faults.delay = s.delay;
+  chosen.faults.reorder = s.reorder;
+  chosen.faults.drop = s.drop;
+  chosen.faults.error_at = s.error_at;
+  chosen.faults.flush_at = s.flush_at;
+  chosen.faults.credit = s.credit;
+  chosen.faults.slow_doorbell_passes = s.slow_doorbell;
+  chosen.faults.late_placement = s.late_placement;
+  providers.resize(provider::factories().size());
+  for (std::size_t i = 0; i < providers.size(); ++i) {
+    const provider::Factory& factory = provider::factories()[i];
+    const bool wished = options.provider == factory.name;
+    if (!options.provider.empty() && !wished) continue;
+    const std::string lacking = factory.probe();
+    if (lacking.empty()) {
+      providers[i] = factory.open(chosen);
+    } else if (wished) {
+      throw Error(fmt::format("provider {} on rank {}", factory.name, rank), lacking,
+                  "a provider that works here",
+                  "see `belfry doctor`, or unset BELFRY_PROVIDER to let belfry choose");
+    }
+  }
+}
+
+void Comm::Implementation::make_control_memory() {
+  words = static_cast<std::uint32_t>(DeviceComm::control_words(options.signals, options.barriers));
+  const std::size_t bytes = 8ull * (words + static_cast<std::size_t>(ranks));
+  control = memory::SharedSegment(fmt::format("belfry-control-{}", rank), bytes);
+  // The first use of load/store access is also its test.
+  const auto names = bootstrap->allgather_value(control.name());
+  reachable.assign(static_cast<std::size_t>(ranks), false);
+  for (int peer = 0; peer < ranks; ++peer) {
+    if (!options.load_store || bootstrap->host(peer) != bootstrap->host()) continue;
+    try {
+      reachable[static_cast<std::size_t>(peer)] =
+          memory::map_remote(names[static_cast<std::size_t>(peer)]) != nullptr;
+    } catch (const Error&) {
+      // Then the pair uses a NIC; choose() says so.
+    }
+  }
+}
+
+void Comm::Implementation::choose_paths() {
+  path::Offer mine;
+  mine.host = bootstrap->host();
+  if (options.lsa_ranks > 0) {
+    int before = 0;
+    for (int peer = 0; peer < rank; ++peer) before += bootstrap->host(peer) == mine.host ? 1 : 0;
+    mine.host += fmt::format("#{}", before / options.lsa_ranks);
+  }
+  mine.load_store = options.load_store;
+  mine.reachable = reachable;
+  for (std::size_t i = 0; i < providers.size(); ++i) {
+    if (providers[i] == nullptr) continue;
+    mine.nics.push_back(
+        {provider::factories()[i].name, providers[i]->device_queues(), providers[i]->address()});
+  }
+  for (const auto& bytes : bootstrap->allgather(path::encode(mine))) {
+    offers.push_back(path::decode_offer(bytes));
+  }
+  const path::Wish wish{options.path, options.provider};
+  // Every pair, not only this rank's: what cannot work is an error on every rank.
+  for (int a = 0; a < ranks; ++a) {
+    for (int b = a; b < ranks; ++b) {
+      path::Choice choice = path::choose(offers, a, b, wish);
+      if (a == rank) choices.push_back(choice);
+      if (b == rank && a != rank) choices.push_back(choice);
+    }
+  }
+}
+
+void Comm::Implementation::make_tables() {
+  const auto n = static_cast<std::size_t>(ranks);
+  window_views.resize(options.windows);
+  window_peers.resize(options.windows * n);
+  for (std::size_t i = 0; i < options.windows; ++i) window_views[i].peers = &window_peers[i * n];
+  routes.resize(options.contexts * n);
+  counters.resize(options.counters);
+  epochs.resize(static_cast<std::size_t>(team_kinds) * options.barriers);
+  team_lists[0].clear();
+  // Ranks of one host that offer loads and stores to each other are one lsa team; a rail is the
+  // ranks with the same place in theirs.
+  auto lsa_team = [this](int of) {
+    std::vector<std::int32_t> team;
+    for (int peer = 0; peer < ranks; ++peer) {
+      const auto& a = offers[static_cast<std::size_t>(of)];
+      const auto& b = offers[static_cast<std::size_t>(peer)];
+      const bool wanted = options.path == Path::none || options.path == Path::lsa;
+      const bool together = wanted && a.load_store && b.load_store && a.host == b.host &&
+                            a.reachable[static_cast<std::size_t>(peer)] &&
+                            b.reachable[static_cast<std::size_t>(of)];
+      if (peer == of || together) team.push_back(peer);
+    }
+    return team;
+  };
+  auto place = [](const std::vector<std::int32_t>& team, int of) {
+    return std::find(team.begin(), team.end(), of) - team.begin();
+  };
+  const auto mine = lsa_team(rank);
+  for (int peer = 0; peer < ranks; ++peer) {
+    team_lists[0].push_back(peer);
+    if (place(lsa_team(peer), peer) == place(mine, rank)) team_lists[2].push_back(peer);
+  }
+  team_lists[1] = mine;
+  view.magic = device_comm_magic;
+  view.version = device_comm_version;
+  view.struct_bytes = sizeof(DeviceComm);
+  missing = static_cast<std::uint32_t>(ranks) - 1;
+  view.scope = {&abort_word, &error_record, &missing,
+                static_cast<std::uint64_t>(options.timeout.count()),
+                static_cast<std::uint64_t>(options.startup_timeout.count())};
+  view.rank = rank;
+  view.ranks = ranks;
+  view.contexts = options.contexts;
+  view.signals = options.signals;
+  view.counters = options.counters;
+  view.windows = options.windows;
+  view.barriers = options.barriers;
+  view.signal_words = words;
+  view.window_table = window_views.data();
+  view.routes = routes.data();
+  view.local_signals = static_cast<std::uint64_t*>(control.data());
+  view.local_counters = counters.data();
+  view.barrier_epochs = epochs.data();
+  view.entered = &entered;
+  for (std::size_t kind = 0; kind < team_kinds; ++kind) {
+    const auto& list = team_lists[kind];
+    view.teams[kind] = {list.data(), static_cast<std::int32_t>(place(list, rank)),
+                        static_cast<std::int32_t>(list.size())};
+  }
+}
+
+std::size_t Comm::Implementation::factory_index(const std::string& name) {
+  const auto list = provider::factories();
+  for (std::size_t i = 0; i < list.size(); ++i) {
+    if (name == list[i].name) return i;
+  }
+  return list.size();
+}
+
+provider::Provider& Comm::Implementation::provider_of(int peer) {
+  return *providers[factory_index(choices[static_cast<std::size_t>(peer)].provider)];
+}
+
+// One queue per context and peer for the chosen path, and one per peer for the CPU.
+void Comm::Implementation::connect_queues() {
+  provider::QueueConfig config;
+  config.depth = options.queue_depth;
+  config.collapsed = options.collapsed_cq;
+  config.first_index = options.first_index;
+  config.result_slots = options.result_slots;
+  config.counters = counters.data();
+  config.error = &error_record;
+  host.resize(static_cast<std::size_t>(ranks));
+  // queues[peer][0] is the CPU's; the others the contexts', empty where none is needed.
+  std::vector<std::vector<provider::Queue*>> queues(static_cast<std::size_t>(ranks));
+  for (int peer = 0; peer < ranks; ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    const path::Choice& choice = choices[p];
+    for (std::uint32_t context = 0; context < options.contexts; ++context) {
+      Route& route = routes[context * static_cast<std::size_t>(ranks) + p];
+      route.lsa = choice.lsa ? 1 : 0;
+      route.nic = choice.nic;
+    }
+    if (choice.nic == Path::none) continue;
+    config.peer = peer;
+    config.context = options.contexts;
+    host[p].queue = provider_of(peer).create_queue(config);
+    queues[p].push_back(host[p].queue.get());
+    for (std::uint32_t context = 0; context < options.contexts; ++context) {
+      Route& route = routes[context * static_cast<std::size_t>(ranks) + p];
+      if (choice.nic == Path::host) continue;
+      config.context = context;
+      std::unique_ptr<provider::Queue> queue = provider_of(peer).create_queue(config);
+      queues[p].push_back(queue.get());
+      if (choice.nic == Path::direct) {
+        route.send = queue->send_queue();
+        direct.push_back(std::move(queue));
+      } else if (choice.nic == Path::triggered) {
+        triggered.push_back({context, peer, std::move(queue), 0});
+      } else {
+        path::ProxyChannel::Config channel;
+        channel.depth = options.command_depth;
+        channel.first_index = options.first_index;
+        channel.result_slots = options.result_slots;
+        channel.peer = peer;
+        channel.context = context;
+        proxies.push_back(std::make_unique<path::ProxyChannel>(channel, std::move(queue)));
+        route.ring = proxies.back()->ring();
+      }
+    }
+  }
+  connect_to_peers(queues);
+  // A queue may be posted to only when its peer's end listens.
+  bootstrap->barrier();
+}
+
+void Comm::Implementation::connect_to_peers(
+    const std::vector<std::vector<provider::Queue*>>& queues) {
+  // By peer and queue: length, bytes.
+  std::vector<std::byte> mine;
+  auto append = [&mine](const void* data, std::size_t bytes) {
+    const auto* first = static_cast<const std::byte*>(data);
+    mine.insert(mine.end(), first, first + bytes);
+  };
+  for (const auto& to_peer : queues) {
+    const auto count = static_cast<std::uint32_t>(to_peer.size());
+    append(&count, sizeof(count));
+    for (provider::Queue* queue : to_peer) {
+      const provider::Blob address = queue->address();
+      const auto bytes = static_cast<std::uint32_t>(address.size());
+      append(&bytes, sizeof(bytes));
+      append(address.data(), address.size());
+    }
+  }
+  const auto all = bootstrap->allgather(mine);
+  for (int peer = 0; peer < ranks; ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    if (queues[p].empty()) continue;
+    const auto& bytes = all[p];
+    std::size_t at = 0;
+    auto take = [&](std::size_t count) {
+      if (count > bytes.size() - at) {
+        throw Error(fmt::format("queue addresses of rank {}", peer), "a truncated list",
+                    "one address per queue", "run the same version of belfry on every rank");
+      }
+      at += count;
+      return std::span(bytes).subspan(at - count, count);
+    };
+    auto number = [&] {
+      std::uint32_t value = 0;
+      std::memcpy(&value, take(sizeof(value)).data(), sizeof(value));
+      return value;
+    };
+    for (int to = 0; to < ranks; ++to) {
+      const std::uint32_t count = number();
+      if (to == rank && count != queues[p].size()) {
+        throw Error(fmt::format("queues of rank {} to rank {}", peer, rank), std::to_string(count),
+                    std::to_string(queues[p].size()), "run the same version on every rank");
+      }
+      for (std::uint32_t i = 0; i < count; ++i) {
+        const auto address = take(number());
+        if (to != rank) continue;
+        const std::string& name = choices[p].provider;
+        for (const path::Offer::Nic& nic : offers[p].nics) {
+          if (nic.provider != name) continue;
+          try {
+            queues[p][i]->connect(nic.address, address);
+          } catch (const Error& e) {
+            // The provider knows processes and queues; which rank it is, is known here.
+            throw Error(fmt::format("connection to rank {}", peer), e.what(),
+                        "a queue of that rank to connect to", "see that rank's own error");
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace belfry

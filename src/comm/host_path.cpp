@@ -1,0 +1,156 @@
+// The host path: the CPU posts when the kernel has ended, and waits.
+#include <fmt/format.h>
+
+#include <mutex>
+
+#include "belfry/device/post.hpp"
+#include "comm/implementation.hpp"
+
+namespace belfry {
+
+void Comm::Implementation::refuse(const queue::Command& c, int peer,
+                                  const post::Resolved& resolved) const {
+  const std::string thing = fmt::format("{} to rank {}", to_string(c.operation), peer);
+  if (peer < 0 || peer >= ranks) {
+    throw Error(thing, fmt::format("rank {}", peer), fmt::format("0 to {}", ranks - 1),
+                "correct the rank");
+  }
+  if (resolved.failure == ErrorReason::out_of_window) {
+    throw Error(thing,
+                fmt::format("an access up to byte {} of window {} or {}", resolved.detail,
+                            c.dst_window, c.src_window),
+                "an access inside a window of this communicator",
+                "correct offset and size, or create the window larger");
+  }
+  throw Error(thing, fmt::format("value {}", resolved.detail),
+              fmt::format("signals below {}, counters below {}, atomics on multiples of 8",
+                          options.signals, options.counters),
+              "correct the argument, or raise the communicator's options");
+}
+
+HostTicket Comm::post(int peer, const queue::Command& operation) {
+  Implementation& self = *self_;
+  queue::Command c = operation;
+  const post::Resolved resolved = post::resolve_user(self.view, c, peer);
+  if (resolved.failure != ErrorReason::none ||
+      (c.signal_op != queue::SignalOp::none && c.signal_id >= self.options.signals)) {
+    self.refuse(c, peer, resolved);
+  }
+  HostQueue& h = self.host[static_cast<std::size_t>(peer)];
+  if (h.queue == nullptr) {
+    throw Error(fmt::format("host path to rank {}", peer), "no common provider", "a NIC",
+                "see `belfry doctor` on both hosts");
+  }
+  self.enter();
+  HostTicket ticket;
+  ticket.peer = peer;
+  ticket.pending = true;
+  queue::SendQueue* q = h.queue->send_queue();
+  const bool fetches = c.operation == queue::Operation::fetch_add ||
+                       c.operation == queue::Operation::compare_swap ||
+                       c.operation == queue::Operation::swap;
+  if (fetches) {
+    ticket.status = queue::acquire_result(*q, self.view.scope, c.result_slot);
+    if (ticket.status != Status::ok) return ticket;
+    ticket.slot = c.result_slot;
+  }
+  // One operation at a time per peer, also one that is posted in pieces: pieces keep their order.
+  std::uint64_t done = 0;
+  const std::lock_guard order(h.order);
+  ticket.status = wait_until(self.view.scope, "queue space", 0, peer, 1, nullptr, [&] {
+    if (!h.lock.try_lock()) return false;
+    h.queue->poll();
+    const bool posted = h.queue->post(c, resolved, done, ticket.end);
+    h.queue->ring();
+    if (posted) h.last = ticket.end;
+    h.lock.unlock();
+    return posted;
+  });
+  // An atomic is one WQE: what is not posted writes to no slot.
+  if (fetches && ticket.status != Status::ok) queue::release_result(*q, ticket.slot);
+  return ticket;
+}
+
+Status Comm::Implementation::wait_host(int peer, std::uint64_t end) {
+  HostQueue& h = host[static_cast<std::size_t>(peer)];
+  return wait_until(view.scope, "completion", 0, peer, end, nullptr, [&] {
+    if (!h.lock.try_lock()) return false;
+    h.queue->poll();
+    const bool complete = h.queue->complete(end);
+    h.lock.unlock();
+    return complete;
+  });
+}
+
+Status Comm::wait(const HostTicket& ticket) {
+  if (ticket.status != Status::ok || !ticket.pending) return ticket.status;
+  return self_->wait_host(ticket.peer, ticket.end);
+}
+
+Status Comm::wait(const HostTicket& ticket, std::uint64_t& value) {
+  const Status status = wait(ticket);
+  if (status != Status::ok) return status;
+  queue::SendQueue* q = self_->host[static_cast<std::size_t>(ticket.peer)].queue->send_queue();
+  value = q->results[ticket.slot];
+  queue::release_result(*q, ticket.slot);
+  return status;
+}
+
+Status Comm::quiet(int peer) {
+  Implementation& self = *self_;
+  const int first = peer < 0 ? 0 : peer;
+  const int last = peer < 0 ? self.ranks - 1 : peer;
+  if (peer < -1 || last >= self.ranks) self.refuse(queue::Command{}, peer, post::Resolved{});
+  for (int p = first; p <= last; ++p) {
+    HostQueue& h = self.host[static_cast<std::size_t>(p)];
+    if (h.queue == nullptr) continue;
+    h.lock.lock();
+    const bool any = h.last.has_value();
+    const std::uint64_t end = h.last.value_or(0);
+    h.lock.unlock();
+    if (!any) continue;
+    const Status status = self.wait_host(p, end);
+    if (status != Status::ok) return status;
+  }
+  return Status::ok;
+}
+
+std::uint64_t Comm::read_signal(std::uint32_t id) const {
+  if (id >= self_->options.signals) {
+    throw Error("signal", std::to_string(id), fmt::format("0 to {}", self_->options.signals - 1),
+                "correct the id, or raise the option signals");
+  }
+  return load<Order::acquire, Scope::system>(self_->view.local_signals + id);
+}
+
+Status Comm::wait_signal(std::uint32_t id, std::uint64_t at_least) {
+  (void)read_signal(id);
+  self_->enter();
+  const std::uint64_t* word = self_->view.local_signals + id;
+  return wait_until(self_->view.scope, "signal", id, -1, at_least, word,
+                    [&] { return reached(load<Order::acquire, Scope::system>(word), at_least); });
+}
+
+std::uint64_t Comm::read_counter(std::uint32_t id) {
+  if (id >= self_->options.counters) {
+    throw Error("counter", std::to_string(id), fmt::format("0 to {}", self_->options.counters - 1),
+                "correct the id, or raise the option counters");
+  }
+  for (HostQueue& h : self_->host) {
+    if (h.queue == nullptr || !h.lock.try_lock()) continue;
+    h.queue->poll();
+    h.lock.unlock();
+  }
+  // Of a kernel that has ended nobody else takes in the completions.
+  for (const auto& q : self_->direct) queue::poll(*q->send_queue());
+  return load<Order::acquire, Scope::system>(self_->view.local_counters + id);
+}
+
+Status Comm::wait_counter(std::uint32_t id, std::uint64_t at_least) {
+  (void)read_counter(id);
+  self_->enter();
+  return wait_until(self_->view.scope, "counter", id, -1, at_least, self_->view.local_counters + id,
+                    [&] { return reached(read_counter(id), at_least); });
+}
+
+}  // namespace belfry

@@ -1,0 +1,194 @@
+// What goes on beside the ranks' own calls: the poller that drives proxies and takes in
+// completions, the news between ranks, and what health() makes of it.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <mutex>
+#include <utility>
+
+#include "belfry/device/post.hpp"
+#include "comm/implementation.hpp"
+
+namespace belfry {
+
+bool Comm::Implementation::progress() {
+  bool worked = false;
+  for (const auto& channel : proxies) worked = channel->progress(view) || worked;
+  // The CPU sees the completions of what it built or posted.
+  for (Triggered& t : triggered) queue::poll(*t.queue->send_queue());
+  if (++passes % 256 != 0) return worked;
+  attend();
+  return worked;
+}
+
+// What need not be looked at in every pass.
+void Comm::Implementation::attend() {
+  for (HostQueue& h : host) {
+    if (h.queue != nullptr && h.lock.try_lock()) {
+      h.queue->poll();
+      h.lock.unlock();
+    }
+  }
+  announce();
+  tell_failure();
+  const std::uint64_t now = simt::now_ns();
+  if (now - last_check < 1'000'000) return;
+  last_check = now;
+  if (const auto failure = bootstrap->check()) notice(*failure);
+  collect_reports();
+}
+
+// A failure of this rank is news to the others, once.
+void Comm::Implementation::tell_failure() {
+  if (load<Order::acquire, Scope::system>(&error_record.state) != 2 || told) return;
+  told = true;
+  collect_reports();
+  std::string text = sentence(error_record);
+  {
+    const std::lock_guard guard(notes_mutex);
+    // What the NIC said first is nearest to the cause.
+    if (!reports.empty()) text += "; " + reports.front();
+    failure_text = text;
+  }
+  bootstrap->fail(text);
+}
+
+void Comm::Implementation::collect_reports() {
+  for (const auto& p : providers) {
+    if (p == nullptr) continue;
+    for (std::string& line : p->take_reports()) {
+      const std::lock_guard guard(notes_mutex);
+      if (reports.size() < 1000) reports.push_back(std::move(line));
+    }
+  }
+}
+
+// Tells the peers that this rank has entered a kernel, and counts those that have.
+void Comm::Implementation::announce() {
+  if (missing != 0) {
+    std::uint32_t absent = 0;
+    const auto* presence = view.local_signals + words;
+    for (int peer = 0; peer < ranks; ++peer) {
+      if (peer != rank && load<Order::relaxed, Scope::system>(presence + peer) == 0) ++absent;
+    }
+    store<Order::relaxed, Scope::system>(&missing, absent);
+  }
+  if (announced == ranks || load<Order::relaxed, Scope::system>(&entered) == 0) return;
+  const std::uint64_t offset = 8ull * (words + static_cast<std::uint64_t>(rank));
+  // Written here alone; read by settle().
+  for (; announced < ranks; store<Order::relaxed, Scope::device>(&announced, announced + 1)) {
+    if (announced == rank) continue;
+    const auto p = static_cast<std::size_t>(announced);
+    const WindowPeer& peer = window_views[control_window].peers[p];
+    if (peer.lsa != nullptr) {
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(peer.lsa + offset), 1u);
+      continue;
+    }
+    if (host[p].queue == nullptr || !host[p].lock.try_lock()) return;
+    if (load<Order::relaxed, Scope::device>(&closing) != 0) return host[p].lock.unlock();
+    const queue::Command c =
+        op::put_value(Place{control_window, offset}, static_cast<std::uint64_t>(1));
+    std::uint64_t done = 0;
+    std::uint64_t end = 0;
+    const bool posted = host[p].queue->post(c, post::resolve(view, c, announced), done, end);
+    if (posted) host[p].last = end;
+    host[p].queue->ring();
+    host[p].lock.unlock();
+    if (!posted) return;
+  }
+}
+
+void Comm::Implementation::notice(const Failure& failure) {
+  const std::lock_guard guard(notes_mutex);
+  if (failure.kind == Failure::Kind::left) {
+    if (std::find(left.begin(), left.end(), failure.rank) == left.end()) {
+      left.push_back(failure.rank);
+    }
+    return;
+  }
+  if (!failure_text.empty()) return;
+  failure_text = to_string(failure);
+  if (failure.kind == Failure::Kind::reported && failure.reason.starts_with(abort_prefix)) {
+    store<Order::release, Scope::system>(&abort_word, 1u);
+    return;
+  }
+  ErrorRecord record{};
+  record.reason = ErrorReason::peer_lost;
+  record.peer = failure.rank;
+  told = true;
+  raise(&error_record, record);
+}
+
+std::string Comm::Implementation::sentence(const ErrorRecord& record) {
+  const auto operation = to_string(static_cast<queue::Operation>(record.operation));
+  std::string text = fmt::format("{}", operation);
+  if (record.peer >= 0) text += fmt::format(" with rank {}", record.peer);
+  text += fmt::format(" on context {}: {}", record.context, to_string(record.reason));
+  if (record.reason == ErrorReason::completion) {
+    text += fmt::format(" 0x{:02x} ({}), vendor 0x{:02x}, queue 0x{:x}, WQE {}", record.syndrome,
+                        mlx5::to_string(static_cast<mlx5::Syndrome>(record.syndrome)),
+                        record.vendor_syndrome, record.queue, record.index);
+  } else if (record.reason == ErrorReason::peer_lost) {
+    text = fmt::format("rank {} was lost", record.peer);
+  } else {
+    text += fmt::format(" (value {})", record.detail);
+  }
+  return text;
+}
+
+std::optional<ErrorRecord> Comm::error() const {
+  if (load<Order::acquire, Scope::system>(&self_->error_record.state) != 2) return std::nullopt;
+  return self_->error_record;
+}
+
+Health Comm::health() {
+  Implementation& self = *self_;
+  Health health;
+  const std::uint64_t* presence = self.view.local_signals + self.words;
+  for (int peer = 0; peer < self.ranks; ++peer) {
+    const bool in = peer == self.rank ? load<Order::relaxed, Scope::system>(&self.entered) != 0
+                                      : load<Order::relaxed, Scope::system>(presence + peer) != 0;
+    if (!in) health.not_in_kernel.push_back(peer);
+  }
+  health.status = interrupted(self.view.scope);
+  if (const auto record = error()) {
+    health.error = Implementation::sentence(*record);
+    health.failed_peer = record->peer;
+  }
+  self.add_pending(health.pending);
+  // No atomic of the library under the lock: in the seeded mode another task may run there, and
+  // the poller wants the lock too.
+  const std::lock_guard guard(self.notes_mutex);
+  if (!self.failure_text.empty()) {
+    health.error += (health.error.empty() ? "" : "; ") + self.failure_text;
+  }
+  health.left = self.left;
+  health.reports = std::exchange(self.reports, {});
+  return health;
+}
+
+// Queues in which something has been posted and not completed, for whoever looks at a hang.
+void Comm::Implementation::add_pending(std::vector<std::string>& lines) const {
+  auto add = [&](const char* what, int peer, const queue::SendQueue* q) {
+    if (q == nullptr) return;
+    const std::uint64_t reserved = load<Order::relaxed, Scope::device>(&q->reserved);
+    const std::uint64_t ready = load<Order::relaxed, Scope::device>(&q->ready);
+    const std::uint64_t rung = load<Order::relaxed, Scope::device>(&q->rung);
+    const std::uint64_t completed = load<Order::relaxed, Scope::device>(&q->completed);
+    if (reserved == completed) return;
+    lines.push_back(fmt::format(
+        "{} queue 0x{:x} to rank {}: blocks {} completed, {} announced, {} built, {} taken", what,
+        q->qpn, peer, completed, rung, ready, reserved));
+  };
+  for (std::size_t i = 0; i < routes.size(); ++i) {
+    add("direct", static_cast<int>(i % static_cast<std::size_t>(ranks)), routes[i].send);
+  }
+  for (const Triggered& t : triggered) add("triggered", t.peer, t.queue->send_queue());
+  for (std::size_t peer = 0; peer < host.size(); ++peer) {
+    if (host[peer].queue != nullptr) {
+      add("host", static_cast<int>(peer), host[peer].queue->send_queue());
+    }
+  }
+}
+
+}  // namespace belfry

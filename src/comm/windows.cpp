@@ -1,0 +1,201 @@
+// Windows: made, registered, exchanged and mapped by all ranks together; withdrawn by each alone.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <array>
+#include <exception>
+#include <utility>
+
+#include "comm/implementation.hpp"
+
+namespace belfry {
+
+namespace {
+
+constexpr std::size_t max_providers = 8;
+
+// A rank's part of a window, as it is exchanged.
+struct WindowOffer {
+  std::uint64_t bytes = 0;
+  std::uint32_t id = 0;
+  std::uint32_t shared = 0;
+  memory::SegmentName segment;
+  std::uint64_t local = 0;  // the address in its own process
+  std::uint32_t pid = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t start_time = 0;
+  std::array<std::uint64_t, max_providers> address{};
+  std::array<std::uint32_t, max_providers> rkey{};
+  std::array<std::uint8_t, max_providers> registered{};
+  std::uint32_t failed = 0;  // the rank could not make its part
+};
+
+}  // namespace
+
+void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std::uint64_t bytes,
+                                          const memory::SharedSegment* segment,
+                                          std::exception_ptr trouble) {
+  WindowOffer mine;
+  mine.bytes = bytes;
+  mine.id = id;
+  mine.shared = segment != nullptr ? 1 : 0;
+  if (segment != nullptr) mine.segment = segment->name();
+  mine.local = reinterpret_cast<std::uint64_t>(data);
+  mine.pid = memory::own_pid();
+  mine.start_time = memory::own_start_time();
+  WindowView& window = window_views[id];
+  std::vector<std::pair<std::size_t, std::uint32_t>> keys;
+  std::vector<std::shared_ptr<memory::Mapping>> mappings;
+  // What goes wrong here is told to the others in the exchange: they must not wait for this rank,
+  // nor go on without it.
+  auto together = [&](std::uint32_t failed, std::span<const std::uint32_t> theirs) {
+    if (failed != 0) std::rethrow_exception(trouble);
+    const auto bad = std::find(theirs.begin(), theirs.end(), 1u);
+    if (bad == theirs.end()) return;
+    throw Error(fmt::format("window {}", id),
+                fmt::format("rank {} could not make its part", bad - theirs.begin()),
+                "every rank's part", "see that rank's own error");
+  };
+  try {
+    std::array<std::uint32_t, max_providers> lkeys{};
+    try {
+      for (std::size_t i = 0; trouble == nullptr && i < providers.size(); ++i) {
+        if (providers[i] == nullptr) continue;
+        // Signals ride only registrations that keep order.
+        const provider::Registration r =
+            providers[i]->register_memory(data, bytes, segment, id == control_window);
+        keys.emplace_back(i, r.lkey);
+        mine.address[i] = r.address;
+        mine.rkey[i] = r.rkey;
+        mine.registered[i] = 1;
+        lkeys[i] = r.lkey;
+      }
+    } catch (const std::exception&) {
+      trouble = std::current_exception();
+    }
+    mine.failed = trouble != nullptr ? 1 : 0;
+    const auto all = bootstrap->allgather_value(mine);
+    std::vector<std::uint32_t> failed;
+    for (const WindowOffer& offer : all) failed.push_back(offer.failed);
+    together(mine.failed, failed);
+    for (int peer = 0; peer < ranks; ++peer) {
+      const auto p = static_cast<std::size_t>(peer);
+      const WindowOffer& offer = all[p];
+      if (offer.id != id || offer.bytes != bytes) {
+        throw Error(fmt::format("window {} of rank {}", offer.id, peer),
+                    fmt::format("{} bytes", offer.bytes),
+                    fmt::format("window {} of {} bytes, as on rank {}", id, bytes, rank),
+                    "create windows in the same order and of the same size on every rank");
+      }
+      WindowPeer& entry = window_peers[id * static_cast<std::size_t>(ranks) + p];
+      entry = {};
+      const path::Choice& choice = choices[p];
+      if (choice.nic != Path::none) {
+        const std::size_t i = factory_index(choice.provider);
+        entry.address = offer.address[i];
+        entry.rkey = offer.rkey[i];
+        window.lkey = lkeys[i];
+      }
+      if (!choice.lsa) continue;
+      const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
+      if (offer.shared != 0 && trouble == nullptr) {
+        // Held also for a rank of this process: a job that was aborted ends rank by rank, and a
+        // kernel may still store to one that is gone.
+        try {
+          mappings.push_back(memory::map_remote(offer.segment));
+          entry.lsa = static_cast<std::byte*>(mappings.back()->data());
+        } catch (const std::exception& e) {
+          trouble = std::make_exception_ptr(Error(fmt::format("window {} of rank {}", id, peer),
+                                                  e.what(), "memory that can be mapped",
+                                                  "see that rank's own error"));
+        }
+      } else if (same_process) {
+        entry.lsa = reinterpret_cast<std::byte*>(offer.local);
+      }
+    }
+    const std::uint32_t unmapped = trouble != nullptr ? 1 : 0;
+    together(unmapped, bootstrap->allgather_value(unmapped));
+  } catch (...) {
+    for (const auto& [i, lkey] : keys) providers[i]->deregister(lkey);
+    throw;
+  }
+  window_keys[id] = std::move(keys);
+  window_mappings[id] = std::move(mappings);
+  window.local = data;
+  window.bytes = bytes;
+  // Release: a kernel that was told of the window sees its entries.
+  store<Order::release, Scope::system>(&window.valid, 1u);
+}
+
+void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
+  store<Order::release, Scope::system>(&window_views[id].valid, 0u);
+  for (const auto& [i, lkey] : window_keys[id]) {
+    try {
+      if (providers[i] != nullptr) providers[i]->deregister(lkey);
+    } catch (const std::exception&) {
+      // Nothing to undo: the registration is gone, or its NIC is.
+    }
+  }
+  window_keys.erase(id);
+  window_mappings.erase(id);
+}
+
+struct Window::State {
+  std::weak_ptr<Comm::Implementation> comm;
+  memory::SharedSegment segment;
+  std::uint32_t id = 0;
+  ~State() {
+    if (const auto alive = comm.lock()) alive->withdraw_window(id);
+  }
+};
+
+Window::~Window() = default;
+Window::Window(Window&&) noexcept = default;
+Window& Window::operator=(Window&&) noexcept = default;
+
+Window Comm::Implementation::make_window(void* memory, std::uint64_t bytes) {
+  auto state = std::make_shared<Window::State>();
+  Window window;
+  std::exception_ptr trouble;
+  std::uint32_t id = 1;
+  try {
+    if (bytes == 0 || !queue::fits(bytes, queue::command_bits::offset)) {
+      throw Error("window size", std::to_string(bytes),
+                  fmt::format("1 to 2^{} - 1 bytes", queue::command_bits::offset),
+                  "correct the size");
+    }
+    while (id < options.windows && window_keys.contains(id)) ++id;
+    if (id == options.windows) {
+      throw Error("windows", fmt::format("{} in use", options.windows - 1), "a free one",
+                  "destroy one, or raise the option windows");
+    }
+    if (memory == nullptr) {
+      state->segment = memory::SharedSegment(fmt::format("belfry-window-{}-{}", rank, id), bytes);
+      window.data_ = static_cast<std::byte*>(state->segment.data());
+    } else {
+      window.data_ = static_cast<std::byte*>(memory);
+    }
+  } catch (const std::exception&) {
+    trouble = std::current_exception();
+    id = 0;  // of no window that could be made here
+  }
+  publish_window(id, window.data_, bytes, memory == nullptr ? &state->segment : nullptr, trouble);
+  state->id = id;
+  state->comm = weak_from_this();
+  window.id_ = id;
+  window.bytes_ = bytes;
+  window.state_ = std::move(state);
+  return window;
+}
+
+Window Comm::window(std::uint64_t bytes) { return self_->make_window(nullptr, bytes); }
+
+Window Comm::window(void* memory, std::uint64_t bytes) {
+  if (memory == nullptr) {
+    throw Error("window memory", "a null pointer", "the caller's memory",
+                "pass memory, or let window(bytes) allocate it");
+  }
+  return self_->make_window(memory, bytes);
+}
+
+}  // namespace belfry
