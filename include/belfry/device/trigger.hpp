@@ -23,7 +23,8 @@ struct Trigger {
 
 // Requests of one queue fire in the order in which they were prepared, since a producer index
 // cannot go back: one that comes too early waits for its predecessors; one that was fired before
-// is an error. One thread.
+// is an error. One thread. System scope throughout: requests of one queue may be fired by a kernel
+// and by the CPU, and the CPU takes in the completions.
 BELFRY_HOST_DEVICE inline Status fire_trigger(const Trigger& trigger, const WaitScope& scope) {
   queue::SendQueue& q = *trigger.send;
   // The exchange claims the request: of two threads that fire it, one gets the error.
@@ -31,12 +32,12 @@ BELFRY_HOST_DEVICE inline Status fire_trigger(const Trigger& trigger, const Wait
   bool again = false;
   const Status status = wait_until(
       scope, "earlier prepared request", q.qpn, trigger.peer, trigger.first, &q.rung, [&] {
-        const std::uint64_t rung = load<Order::acquire, Scope::device>(&q.rung);
+        const std::uint64_t rung = load<Order::acquire, Scope::system>(&q.rung);
         again = reached(rung, trigger.end);
         return again || rung == trigger.first;
       });
   if (status != Status::ok) return status;
-  if (again || !compare_exchange<Order::acq_rel, Scope::device>(&q.fired, expected, trigger.end)) {
+  if (again || !compare_exchange<Order::acq_rel, Scope::system>(&q.fired, expected, trigger.end)) {
     ErrorRecord failure{};
     failure.reason = ErrorReason::trigger_order;
     failure.peer = trigger.peer;
@@ -49,7 +50,7 @@ BELFRY_HOST_DEVICE inline Status fire_trigger(const Trigger& trigger, const Wait
   // Release: the NIC that reads the record sees the WQEs and what the caller wrote to the source.
   store<Order::release, Scope::system>(&q.record->send.raw, trigger.record_value);
   store_doorbell(q.doorbell, trigger.doorbell_value);
-  store<Order::release, Scope::device>(&q.rung, trigger.end);
+  store<Order::release, Scope::system>(&q.rung, trigger.end);
   return Status::ok;
 }
 
@@ -62,7 +63,7 @@ BELFRY_HOST_DEVICE inline Status wait_trigger(const Trigger& trigger, const Wait
   bool error = false;
   const Status status =
       wait_until(scope, "completion entry", q.qpn, trigger.peer, trigger.end, &q.completed, [&] {
-        if (reached(load<Order::acquire, Scope::device>(&q.completed), trigger.end)) return true;
+        if (reached(load<Order::acquire, Scope::system>(&q.completed), trigger.end)) return true;
         const mlx5::CqeTail tail{load<Order::acquire, Scope::system>(trigger.cqe)};
         if (!tail.valid(trigger.cqe_index, q.cq_depth)) return false;
         error = tail.opcode() == mlx5::CqeOpcode::requester_error;
