@@ -60,9 +60,11 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
   ticket.status = wait_until(self.view.scope, "queue space", 0, peer, 1, nullptr, [&] {
     if (!h.lock.try_lock()) return false;
     h.queue->poll();
+    const std::uint64_t before = done;
     const bool posted = h.queue->post(c, resolved, done, ticket.end);
     h.queue->ring();
-    if (posted) h.last = ticket.end;
+    // Also of an operation that is never posted whole: quiet() and the end wait for its parts.
+    if (posted || done != before) h.last = ticket.end;
     h.lock.unlock();
     return posted;
   });

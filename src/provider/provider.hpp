@@ -53,7 +53,8 @@ class Queue {
   virtual queue::SendQueue* send_queue() = 0;
 
   // Posts what fits now of one operation; `done` is its progress, 0 at first. True when all of it
-  // is posted: `end` then completes it. False: again later, nothing is lost.
+  // is posted: `end` then completes it. False: again later, nothing is lost; if `done` moved, `end`
+  // completes the part.
   virtual bool post(const queue::Command& command, const post::Resolved& resolved,
                     std::uint64_t& done, std::uint64_t& end) = 0;
   // Announces what post() has built.
