@@ -46,7 +46,7 @@ Comm::~Comm() {
       // What of this rank is still under way arrives before a peer takes its memory down.
       self.settle();
       self.bootstrap->set_timeout(
-          std::chrono::duration_cast<std::chrono::milliseconds>(self.options.startup_timeout));
+          std::chrono::ceil<std::chrono::milliseconds>(self.options.startup_timeout));
       self.bootstrap->barrier();
     } catch (...) {
       // A rank is gone: nothing of ours is being reached for, or it no longer matters. Or the

@@ -77,6 +77,12 @@ Comm::Implementation::Implementation(std::shared_ptr<Bootstrap> bootstrap_, Comm
 }
 
 void Comm::Implementation::create() {
+  if (ranks > 1 << barrier_rounds) {
+    throw Error(
+        "ranks of the job", std::to_string(ranks),
+        fmt::format("at most {}: a barrier has {} rounds", 1 << barrier_rounds, barrier_rounds),
+        "start fewer ranks");
+  }
   agree_on_configuration();
   open_providers();
   make_control_memory();
