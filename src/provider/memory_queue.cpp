@@ -71,8 +71,6 @@ MemoryQueue::MemoryQueue(const QueueConfig& config) {
   Layout layout(memory);
   send_ = lay_out(layout, config);
   queue::initialise(*send_, config.first_index);
-  // The record says where the NIC starts.
-  send_->record->send = mlx5::be32(static_cast<std::uint32_t>(config.first_index) & 0xffff);
 }
 
 bool MemoryQueue::post(const queue::Command& command, const post::Resolved& resolved,
