@@ -70,7 +70,9 @@ void make_queue(Rank& r) {
   q->cqes = pinned<mlx5::Cqe>(1);
   q->cq_record = pinned<mlx5::CqDoorbellRecord>(1);
   q->slot_counters = pinned<std::uint32_t>(depth);
-  q->counters = pinned<std::uint64_t>(16);
+  // Atomics at system scope want memory of the GPU: over PCIe the CPU would not see them as such.
+  CHECK_CUDA(cudaMalloc(reinterpret_cast<void**>(&q->counters), 16 * sizeof(std::uint64_t)));
+  CHECK_CUDA(cudaMemset(q->counters, 0, 16 * sizeof(std::uint64_t)));
   q->results = pinned<std::uint64_t>(16);
   q->result_busy = pinned<std::uint32_t>(16);
   q->error = r.error;
