@@ -49,6 +49,25 @@ function(belfry_compile_options target)
   endif()
 endfunction()
 
+# belfry_unity(target): where BELFRY_UNITY is ON, each folder's sources are one source to the
+# compiler, which then reads the headers once. For builds that are made whole and seldom; the
+# release build compiles each source by itself, and so finds a header that it forgot. Call it in
+# the directory that made the target.
+function(belfry_unity target)
+  if(NOT BELFRY_UNITY)
+    return()
+  endif()
+  get_target_property(sources ${target} SOURCES)
+  foreach(source ${sources})
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR} OUTPUT_VARIABLE path)
+    cmake_path(GET path PARENT_PATH folder)
+    cmake_path(GET folder FILENAME folder)
+    set_source_files_properties(${source} PROPERTIES UNITY_GROUP ${folder})
+  endforeach()
+  set_target_properties(${target} PROPERTIES UNITY_BUILD ON UNITY_BUILD_MODE GROUP
+    UNITY_BUILD_CODE_BEFORE_INCLUDE "// NOLINTNEXTLINE(bugprone-suspicious-include)")
+endfunction()
+
 # belfry_test(name [SLOW] [SERIAL] [SEEDED] [NO_ASAN] [NO_TSAN] [TIMEOUT seconds] sources...)
 # A GoogleTest program that may include the private headers of src/. One CTest entry a program.
 #   SLOW     labelled `slow`, so that a quick run can leave it out (ctest -LE slow)

@@ -2,6 +2,7 @@
 """Runs a nvcc command and fails when ptxas says that the code is not what was meant.
 
     check_ptxas.py -- nvcc -c kernel.cu -Xptxas=-v,-warn-spills,-warn-lmem-usage ...
+    check_ptxas.py --table BUILD_DIRECTORY
     check_ptxas.py --self-test
 
 Fails, after nvcc itself succeeded, when
@@ -9,7 +10,10 @@ Fails, after nvcc itself succeeded, when
   - a kernel whose own name begins with `hot_` spills registers or uses local memory, or
   - its wgmma instructions were serialised.
 Prints one line a kernel: registers, shared memory, stack, spills. Other ptxas messages pass.
+The same figures go to OBJECT.json, from which --table makes a Markdown table of all kernels.
 """
+import json
+import pathlib
 import re
 import subprocess
 import sys
@@ -85,6 +89,10 @@ def run(command):
               f"{kernel['stores']}+{kernel['loads']} B spilled")
     if done.returncode:
         return done.returncode
+    if "-o" in command:
+        figures = {names.get(name, name): kernel for name, kernel in kernels.items()}
+        with open(command[command.index("-o") + 1] + ".json", "w", encoding="utf-8") as stream:
+            json.dump(figures, stream)
     for fault in faults:
         print(f"error: {fault}", file=sys.stderr)
     if faults:
@@ -93,6 +101,27 @@ def run(command):
             subprocess.run(["rm", "-f", command[command.index("-o") + 1]], check=False)
         return 1
     return 0
+
+
+def table(folder):
+    """Each kernel's registers by architecture, and what it spills or keeps on the stack."""
+    found, archs = {}, set()
+    for path in sorted(pathlib.Path(folder).rglob("*.o.json")):
+        with open(path, encoding="utf-8") as stream:
+            for name, kernel in json.load(stream).items():
+                short = re.sub(r"\(.*\)$", "", name)
+                found.setdefault((path.name.split(".")[0] + ".cu", short), {})[kernel["arch"]] = kernel
+                archs.add(kernel["arch"])
+    archs = sorted(archs)
+    rows = ["| source | kernel | " + " | ".join(f"registers, {arch}" for arch in archs) +
+            " | shared, B | stack, B | spilled, B |", "|---" * (len(archs) + 5) + "|"]
+    for (source, name), by_arch in sorted(found.items()):
+        def most(key, kernels=by_arch):
+            return max(kernel[key] for kernel in kernels.values())
+        registers = [str(by_arch[arch]["registers"]) if arch in by_arch else "" for arch in archs]
+        rows.append(f"| {source} | `{name}` | " + " | ".join(registers) +
+                    f" | {most('shared')} | {most('stack')} | {most('stores') + most('loads')} |")
+    return "\n".join(rows)
 
 
 def self_test():
@@ -133,6 +162,9 @@ def self_test():
 if __name__ == "__main__":
     if sys.argv[1:] == ["--self-test"]:
         sys.exit(self_test())
+    if len(sys.argv) == 3 and sys.argv[1] == "--table":
+        print(table(sys.argv[2]))
+        sys.exit(0)
     if len(sys.argv) < 3 or sys.argv[1] != "--":
         sys.exit(__doc__)
     sys.exit(run(sys.argv[2:]))

@@ -3,7 +3,7 @@
 
     run_tidy.py --clang-tidy PROGRAM --build BUILD_DIRECTORY --jobs N --seconds BUDGET
 
-A source is checked again only when it, a header of this tree that it includes (as ninja noted
+A source (with BELFRY_UNITY, a folder of them) is checked again only when it, a header of this tree that it includes (as ninja noted
 when it compiled it), .clang-tidy or clang-tidy itself changed since it last passed. The files
 that changed last are checked first; those that the budget does not reach are named, not failed.
 """
@@ -32,6 +32,15 @@ def includes(build, root):
             if path.startswith(root + os.sep) and not path.startswith(build + os.sep):
                 current.add(path)
     return found
+
+
+def sources_of(path):
+    """The sources that one compile command compiles: itself, or those that a unity source names."""
+    if os.sep + "Unity" + os.sep not in path:
+        return [path]
+    with open(path, encoding="utf-8") as stream:
+        return [os.path.realpath(line.split('"')[1]) for line in stream
+                if line.startswith("#include")]
 
 
 def key(paths, salt):
@@ -67,10 +76,11 @@ def main():
     total = 0
     for command in commands:
         path = os.path.realpath(os.path.join(command["directory"], command["file"]))
-        if not os.path.relpath(path, root).startswith(tuple(f + os.sep for f in FOLDERS)):
+        sources = sources_of(path)
+        if not os.path.relpath(sources[0], root).startswith(tuple(f + os.sep for f in FOLDERS)):
             continue
         total += 1
-        parts = {path} | headers.get(command.get("output", ""), set())
+        parts = {*sources} | headers.get(command.get("output", ""), set())
         mark = os.path.join(cache, key(parts, salt + command["command"].encode()))
         if not os.path.exists(mark):
             work.append((max(os.path.getmtime(part) for part in parts), path, mark))

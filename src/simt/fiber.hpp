@@ -58,7 +58,7 @@ extern "C" void AnnotateIgnoreWritesEnd(const char*, int);
 
 // While alive, what the calling fiber allocates, frees and moves are the executor's own records,
 // which ThreadSanitizer would see in its allocator and in memmove. No switch in between.
-struct OwnBooks {
+struct [[maybe_unused]] OwnBooks {
 #if BELFRY_SIMT_TSAN
   OwnBooks() {
     AnnotateIgnoreReadsBegin(__FILE__, __LINE__);
@@ -69,7 +69,7 @@ struct OwnBooks {
     AnnotateIgnoreReadsEnd(__FILE__, __LINE__);
   }
 #else
-  OwnBooks() {}
+  OwnBooks() = default;
 #endif
   OwnBooks(const OwnBooks&) = delete;
   OwnBooks& operator=(const OwnBooks&) = delete;

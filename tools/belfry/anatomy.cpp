@@ -133,7 +133,7 @@ void take_nic_stamps(Comm& comm, std::vector<Stamps>& all) {
   }
 }
 
-void measure(std::shared_ptr<Bootstrap> bootstrap, const BenchOptions& options) {
+void measure(const std::shared_ptr<Bootstrap>& bootstrap, const BenchOptions& options) {
   require_ranks(*bootstrap, 2);
   CommOptions comm_options;
   comm_options.path = Path::direct;
@@ -217,7 +217,7 @@ int bench_anatomy(const BenchOptions& options, const std::vector<std::string>& a
     check_writable(options.json);
     return start_ranks(2, argv);
   }
-  as_rank([&](std::shared_ptr<Bootstrap> bootstrap) { measure(bootstrap, options); });
+  as_rank([&](const std::shared_ptr<Bootstrap>& bootstrap) { measure(bootstrap, options); });
   return 0;
 }
 

@@ -17,15 +17,6 @@ namespace {
 
 constexpr Path all_paths[] = {Path::host, Path::triggered, Path::proxy, Path::direct, Path::lsa};
 
-struct Outcome {
-  std::uint32_t status = 0;
-};
-__device__ void note(Outcome* outcome, Status status) {
-  if (status != Status::ok) {
-    store<Order::relaxed, Scope::system>(&outcome->status, static_cast<std::uint32_t>(status));
-  }
-}
-
 std::vector<Path> chosen_paths(const BenchOptions& options, std::span<const Path> possible) {
   std::vector<Path> paths;
   for (const std::string& name : options.paths) {
@@ -105,7 +96,7 @@ template <class Measure>
 std::vector<Row> measure_all(const BenchOptions& options, const std::vector<Path>& paths,
                              const std::vector<std::uint64_t>& sizes, Measure&& measure) {
   std::vector<Row> rows;
-  as_rank([&](std::shared_ptr<Bootstrap> bootstrap) {
+  as_rank([&](const std::shared_ptr<Bootstrap>& bootstrap) {
     require_ranks(*bootstrap, options.ranks);
     for (const Path path : paths) {
       CommOptions comm_options;

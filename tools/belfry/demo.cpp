@@ -55,16 +55,6 @@ void expect_equal(std::uint64_t found, std::uint64_t wanted, const std::string& 
               "this is a fault of belfry: report it with `belfry doctor`'s output");
 }
 
-// How a kernel tells the host that a wait did not end well.
-struct Outcome {
-  std::uint32_t status = 0;
-};
-__device__ void note(Outcome* outcome, Status status) {
-  if (status != Status::ok) {
-    store<Order::relaxed, Scope::system>(&outcome->status, static_cast<std::uint32_t>(status));
-  }
-}
-
 // ---- ring ----
 
 __global__ void ring_kernel(DeviceComm comm, std::uint32_t window, std::uint32_t rounds,
@@ -108,8 +98,8 @@ constexpr std::uint64_t message_bytes(std::uint64_t seed, int from, int to) {
          (max_message + 1);
 }
 
-__global__ void alltoall_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t seed,
-                                Outcome* outcome) {
+__global__ void alltoallv_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t seed,
+                                 Outcome* outcome) {
   const int peer = static_cast<int>(blockIdx.x);
   Net net{comm, blockIdx.x % comm.contexts};
   const std::uint64_t to = static_cast<std::uint64_t>(net.rank()) * max_message;
@@ -133,7 +123,7 @@ void alltoall(Comm& comm, std::uint64_t seed) {
   comm.barrier();
   Outcome outcome;
   launch({.grid = static_cast<unsigned>(comm.ranks()), .block = 32, .name = "all-to-all"},
-         alltoall_kernel, comm.device_comm({.signals = 2}), window.id(), seed, &outcome)
+         alltoallv_kernel, comm.device_comm({.signals = 2}), window.id(), seed, &outcome)
       .wait();
   require_ok(static_cast<Status>(outcome.status), comm, "all-to-all");
   for (int peer = 0; peer < comm.ranks(); ++peer) {
@@ -350,7 +340,7 @@ struct Exchange {
 };
 
 int exchange_as_rank() {
-  as_rank([](std::shared_ptr<Bootstrap> bootstrap) {
+  as_rank([](const std::shared_ptr<Bootstrap>& bootstrap) {
     for (const Path path : {Path::lsa, Path::direct, Path::proxy}) {
       CommOptions options;
       options.path = path;

@@ -11,6 +11,8 @@
 
 #include "belfry/bootstrap.hpp"
 #include "belfry/comm.hpp"
+#include "belfry/platform.hpp"
+#include "belfry/status.hpp"
 
 namespace belfry::tool {
 
@@ -27,6 +29,16 @@ void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body);
 std::uint64_t parse_size(const std::string& text);
 std::vector<std::uint64_t> parse_sizes(const std::vector<std::string>& texts);
 std::string size_text(std::uint64_t bytes);
+
+// How a kernel tells the host that a wait did not end well.
+struct Outcome {
+  std::uint32_t status = 0;
+};
+BELFRY_DEVICE inline void note(Outcome* outcome, Status status) {
+  if (status != Status::ok) {
+    store<Order::relaxed, Scope::system>(&outcome->status, static_cast<std::uint32_t>(status));
+  }
+}
 
 struct Quantiles {
   double p50 = 0;
