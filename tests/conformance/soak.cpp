@@ -7,6 +7,7 @@
 #include <cstring>
 #include <limits>
 #include <string>
+#include <utility>
 
 #include "conformance/stress.hpp"
 
@@ -50,12 +51,20 @@ int main(int argc, char** argv) {
       return 2;
     }
   }
-  if (const char* text = std::getenv("BELFRY_SOAK_SEEDS"); text != nullptr && *text != '\0') {
-    if (!number(text, count)) {
-      std::fprintf(stderr, "BELFRY_SOAK_SEEDS: found '%s', wanted a number of seeds\n", text);
+  // The first two are ./dev soak's; the third bounds the run under a sanitizer.
+  bool bounded = false;
+  for (const auto& [name, value] : {std::pair{"BELFRY_FIRST_SEED", &first},
+                                    {"BELFRY_SEEDS", &count},
+                                    {"BELFRY_SOAK_SEEDS", &count}}) {
+    const char* text = std::getenv(name);
+    if (text == nullptr || *text == '\0') continue;
+    if (!number(text, *value)) {
+      std::fprintf(stderr, "%s: found '%s', wanted a number\n", name, text);
       return 2;
     }
-  } else if (minutes != 0 && !counted) {
+    bounded = bounded || value == &count;
+  }
+  if (minutes != 0 && !counted && !bounded) {
     count = std::numeric_limits<std::uint64_t>::max();
   }
   const auto start = std::chrono::steady_clock::now();
