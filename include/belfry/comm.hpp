@@ -92,9 +92,7 @@ class Window {
 struct HostTicket {
   int peer = -1;
   std::uint64_t end = 0;
-  std::uint32_t slot = 0;
-  std::uint64_t value = 0;  // a fetching atomic's result, when known at once
-  bool pending = false;     // false: complete already (loads and stores)
+  std::uint32_t slot = 0;  // where a fetching atomic's result lands
   Status status = Status::ok;
 };
 
@@ -127,7 +125,7 @@ class Comm {
   // Collective over the bootstrap's ranks. Throws belfry::Error on every rank when an option is
   // out of range, ranks disagree, a forced path or provider cannot work for a pair, or a rank is
   // lost; each names the field, the pair or the rank.
-  static std::unique_ptr<Comm> create(std::shared_ptr<Bootstrap> bootstrap,
+  static std::unique_ptr<Comm> create(const std::shared_ptr<Bootstrap>& bootstrap,
                                       const CommOptions& options = {});
   // Meets the other ranks once more, unless the communicator has failed, so that no rank's memory
   // goes while another still reaches for it; then queues, registrations, memory.

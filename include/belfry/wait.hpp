@@ -17,8 +17,9 @@ enum class ErrorReason : std::uint32_t {
   bad_argument = 3,      // a peer, signal, counter or size out of range
   unsupported = 4,       // the chosen path cannot do this operation
   version_mismatch = 5,  // a kernel built against another device_comm
-  peer_lost = 6,         // a rank died or left
+  peer_lost = 6,         // a rank died
   trigger_order = 7,     // a prepared request was fired out of order
+  peer_failed = 8,       // a rank is alive and has failed; its own record says why
 };
 
 BELFRY_HOST_DEVICE constexpr const char* to_string(ErrorReason failure) {
@@ -30,6 +31,7 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(ErrorReason failure) {
     case ErrorReason::unsupported: return "operation not possible on this path";
     case ErrorReason::version_mismatch: return "kernel built against another device_comm version";
     case ErrorReason::peer_lost: return "peer lost";
+    case ErrorReason::peer_failed: return "failure on a peer";
     case ErrorReason::trigger_order: return "prepared request fired out of order";
   }
   return "unknown";

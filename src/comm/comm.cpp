@@ -16,7 +16,7 @@ namespace belfry {
 
 Comm::Comm(std::shared_ptr<Implementation> implementation) : self_(std::move(implementation)) {}
 
-std::unique_ptr<Comm> Comm::create(std::shared_ptr<Bootstrap> bootstrap,
+std::unique_ptr<Comm> Comm::create(const std::shared_ptr<Bootstrap>& bootstrap,
                                    const CommOptions& options) {
   std::shared_ptr<Implementation> implementation;
   try {
@@ -40,7 +40,11 @@ std::unique_ptr<Comm> Comm::create(std::shared_ptr<Bootstrap> bootstrap,
 
 Comm::~Comm() {
   Implementation& self = *self_;
-  if (interrupted(self.view.scope) == Status::ok && std::uncaught_exceptions() == 0) {
+  if (interrupted(self.view.scope) != Status::ok) return;
+  if (std::uncaught_exceptions() > self.exceptions) {
+    // The others must not wait for a rank that is on its way out.
+    self.bootstrap->fail("an exception ended its communicator");
+  } else {
     const auto timeout = self.bootstrap->timeout();
     try {
       // What of this rank is still under way arrives before a peer takes its memory down.
@@ -149,7 +153,11 @@ std::string Comm::describe() const {
 }
 
 Path Comm::path(int peer) const {
-  const path::Choice& choice = self_->choices.at(static_cast<std::size_t>(peer));
+  if (peer < 0 || peer >= self_->ranks) {
+    throw Error("path to a rank", std::to_string(peer), fmt::format("0 to {}", self_->ranks - 1),
+                "correct the rank");
+  }
+  const path::Choice& choice = self_->choices[static_cast<std::size_t>(peer)];
   return choice.lsa ? Path::lsa : choice.nic;
 }
 

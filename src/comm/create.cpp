@@ -126,6 +126,15 @@ void Comm::Implementation::open_providers() {
   }
   provider::Options chosen;
   chosen.label = fmt::format("rank {}", rank);
+  // One queue per context and peer, and the CPU's own.
+  const std::uint64_t queues = static_cast<std::uint64_t>(ranks) * (options.contexts + 1ull);
+  if (queues > provider::max_queues) {
+    throw Error(fmt::format("{} contexts on {} ranks", options.contexts, ranks),
+                fmt::format("{} queues", queues), fmt::format("at most {}", provider::max_queues),
+                "use fewer contexts");
+  }
+  chosen.queues = static_cast<std::uint32_t>(queues);
+  chosen.peers = static_cast<std::uint32_t>(ranks);
   const SoftnicOptions& s = options.softnic;
   chosen.seed = s.seed + static_cast<std::uint64_t>(rank);
   chosen.strict = s.strict;

@@ -44,7 +44,6 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
   self.enter();
   HostTicket ticket;
   ticket.peer = peer;
-  ticket.pending = true;
   queue::SendQueue* q = h.queue->send_queue();
   const bool fetches = c.operation == queue::Operation::fetch_add ||
                        c.operation == queue::Operation::compare_swap ||
@@ -85,13 +84,13 @@ Status Comm::Implementation::wait_host(int peer, std::uint64_t end) {
 }
 
 Status Comm::wait(const HostTicket& ticket) {
-  if (ticket.status != Status::ok || !ticket.pending) return ticket.status;
+  if (ticket.status != Status::ok || ticket.peer < 0) return ticket.status;
   return self_->wait_host(ticket.peer, ticket.end);
 }
 
 Status Comm::wait(const HostTicket& ticket, std::uint64_t& value) {
   const Status status = wait(ticket);
-  if (status != Status::ok) return status;
+  if (status != Status::ok || ticket.peer < 0) return status;
   queue::SendQueue* q = self_->host[static_cast<std::size_t>(ticket.peer)].queue->send_queue();
   value = q->results[ticket.slot];
   queue::release_result(*q, ticket.slot);

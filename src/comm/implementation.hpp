@@ -95,6 +95,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   CommOptions options;
   int rank = 0;
   int ranks = 1;
+  int exceptions = std::uncaught_exceptions();  // under way when the communicator was made
 
   // What kernels see.
   DeviceComm view{};

@@ -113,7 +113,8 @@ void Comm::Implementation::notice(const Failure& failure) {
     return;
   }
   ErrorRecord record{};
-  record.reason = ErrorReason::peer_lost;
+  record.reason =
+      failure.kind == Failure::Kind::reported ? ErrorReason::peer_failed : ErrorReason::peer_lost;
   record.peer = failure.rank;
   told = true;
   raise(&error_record, record);
@@ -130,6 +131,8 @@ std::string Comm::Implementation::sentence(const ErrorRecord& record) {
                         record.vendor_syndrome, record.queue, record.index);
   } else if (record.reason == ErrorReason::peer_lost) {
     text = fmt::format("rank {} was lost", record.peer);
+  } else if (record.reason == ErrorReason::peer_failed) {
+    text = fmt::format("rank {} failed", record.peer);
   } else {
     text += fmt::format(" (value {})", record.detail);
   }

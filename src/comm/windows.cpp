@@ -94,7 +94,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
         const std::size_t i = factory_index(choice.provider);
         entry.address = offer.address[i];
         entry.rkey = offer.rkey[i];
-        window.lkey = lkeys[i];
+        entry.lkey = lkeys[i];
       }
       if (!choice.lsa) continue;
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;

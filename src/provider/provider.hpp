@@ -66,8 +66,13 @@ class Queue {
   virtual std::uint64_t* results() = 0;
 };
 
+// The most queues of one rank, those of SoftNIC's numbering.
+inline constexpr std::uint64_t max_queues = 4096;
+
 struct Options {
-  std::string label;  // "rank 3", for reports
+  std::string label;          // "rank 3", for reports
+  std::uint32_t queues = 64;  // what will be created, at most
+  std::uint32_t peers = 64;   // ranks that will connect, this one included
   std::uint64_t seed = 1;
   bool strict = true;
   bool trace = false;

@@ -1,4 +1,6 @@
 // Provider `soft`: SoftNIC in this process, its engine a poller of the host executor.
+#include <algorithm>
+#include <bit>
 #include <cstring>
 #include <mutex>
 
@@ -84,6 +86,8 @@ class SoftProvider final : public Provider {
   explicit SoftProvider(const Options& options) {
     softnic::NicConfig config;
     config.name = options.label;
+    config.max_qps = config.max_cqs = std::bit_ceil(std::max(options.queues, 64u));
+    config.max_peers = (options.peers + 63) / 64 * 64;
     config.seed = options.seed;
     config.strict = options.strict;
     config.trace = options.trace;

@@ -99,7 +99,7 @@ TEST_P(F1, an_error_completion_at_the_nth_wqe_fails_every_waiting_call_and_every
                             // The first failure of all wins: each rank's announcement has a queue
                             // of its own, with an n-th WQE of its own.
                             EXPECT_TRUE(record->reason == ErrorReason::completion ||
-                                        record->reason == ErrorReason::peer_lost);
+                                        record->reason == ErrorReason::peer_failed);
                             if (record->reason == ErrorReason::completion) {
                               EXPECT_NE(record->syndrome, 0u);
                               EXPECT_NE(record->queue, 0u);
@@ -214,8 +214,8 @@ TEST(F2, a_provider_that_says_again_at_any_command_loses_nothing_and_keeps_the_o
       Moody& queue = *owned;
       path::ProxyChannel channel(config, std::move(owned));
       std::uint64_t words[4] = {};
-      WindowPeer peer{reinterpret_cast<std::uint64_t>(words), nullptr, 1, 0};
-      WindowView window{reinterpret_cast<std::byte*>(words), sizeof(words), &peer, 1, 1};
+      WindowPeer peer{reinterpret_cast<std::uint64_t>(words), nullptr, 1, 1};
+      WindowView window{reinterpret_cast<std::byte*>(words), sizeof(words), &peer, 1};
       DeviceComm comm{};
       comm.ranks = 1;
       comm.windows = 1;

@@ -112,13 +112,13 @@ void make_comm(Rank& r, const Rank& other) {
   auto address = [](const void* p) { return reinterpret_cast<std::uint64_t>(p); };
   const Rank* both[] = {&r, &other};
   for (const Rank* to : both) {
-    peers[to->rank] = {address(to->control), nullptr, to->control_key.rkey, 0};
-    peers[2 + to->rank] = {address(to->data), nullptr, to->data_key.rkey, 0};
+    peers[to->rank] = {address(to->control), nullptr, to->control_key.rkey, r.control_key.lkey};
+    peers[2 + to->rank] = {address(to->data), nullptr, to->data_key.rkey, r.data_key.lkey};
   }
   auto* windows = pinned<WindowView>(2);
   const std::uint64_t words = DeviceComm::control_words(signals, barriers);
-  windows[0] = {reinterpret_cast<std::byte*>(r.control), 8 * words, peers, r.control_key.lkey, 1};
-  windows[1] = {r.data, window_bytes, peers + 2, r.data_key.lkey, 1};
+  windows[0] = {reinterpret_cast<std::byte*>(r.control), 8 * words, peers, 1};
+  windows[1] = {r.data, window_bytes, peers + 2, 1};
   auto* routes = pinned<Route>(2);
   routes[1 - r.rank] = {0, Path::direct, r.send, nullptr};
   auto* ranks = pinned<std::int32_t>(2);

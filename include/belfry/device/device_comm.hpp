@@ -55,7 +55,7 @@ struct WindowPeer {
   std::uint64_t address;  // for the NIC
   std::byte* lsa;         // for loads and stores; nullptr when not accessible
   std::uint32_t rkey;
-  std::uint32_t reserved;
+  std::uint32_t lkey;  // of this rank's own memory, with the provider that reaches this peer
 };
 
 // A window: registered memory of the same size on every rank, addressed by offsets.
@@ -63,8 +63,7 @@ struct WindowView {
   std::byte* local;
   std::uint64_t bytes;
   const WindowPeer* peers;  // [ranks]
-  std::uint32_t lkey;
-  std::uint32_t valid;
+  std::uint64_t valid;
 };
 
 // How a context reaches a peer. Where memory is load/store accessible that is used (`lsa`), and

@@ -352,6 +352,7 @@ class NetSet {
     c.signal_op = queue::SignalOp::set;
     c.signal_id = static_cast<std::uint32_t>(offset / 8);
     c.signal_value = epoch;
+    c.weak = true;  // a barrier orders nothing but itself
     return run_command(this_thread, peer, c, true, post::Doorbell::now).status;
   }
   BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {

@@ -82,7 +82,7 @@ BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::
     if (src.valid == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
       return fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
     }
-    r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.lkey};
+    r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.peers[peer].lkey};
   }
   const bool atomic = c.operation == Operation::fetch_add ||
                       c.operation == Operation::compare_swap || c.operation == Operation::swap;
