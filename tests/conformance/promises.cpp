@@ -84,6 +84,7 @@ __global__ void signal_after_puts(DeviceComm comm, std::uint32_t window, Shared*
   }
 }
 
+// F10, too: with late placement the NIC has read the source long before the data is there.
 TEST_P(Promise, a_strong_signal_arrives_after_every_earlier_put) {
   for (std::uint64_t seed = 1; seed <= 5; ++seed) {
     World w = world();
