@@ -74,8 +74,6 @@ void check(Options& options) {
   if (options.stack_bytes < 16 * 1024)
     throw Error("simt::Options::stack_bytes", std::to_string(options.stack_bytes), "at least 16384",
                 "raise it");
-  // Sanitizers put red zones around every local variable.
-  if (BELFRY_SIMT_ASAN || BELFRY_SIMT_TSAN) options.stack_bytes *= 4;
   options.stack_bytes = (options.stack_bytes + page - 1) / page * page;
   if (options.resident_threads == 0)
     throw Error("simt::Options::resident_threads", "0", "at least 1", "raise it");

@@ -41,6 +41,9 @@ bool ranks_outnumber(unsigned cores) {
 }
 
 constexpr std::size_t rank_stack_bytes = 8u << 20;  // host code: a C++ program's usual stack
+// Sanitizers put red zones around every local variable. Not in the options themselves: who reads
+// them and gives them back would ask for more each time.
+constexpr std::size_t stack_factor = BELFRY_SIMT_ASAN || BELFRY_SIMT_TSAN ? 4 : 1;
 
 }  // namespace
 
@@ -50,7 +53,7 @@ Scheduler::Scheduler(Executor& executor, unsigned index)
       seeded_(executor.options().mode == Mode::seeded),
       eager_(seeded_ || BELFRY_SIMT_TSAN != 0),
       sole_caller_(executor.options().mode != Mode::threads && executor.has_membarrier()),
-      threads_(this, executor.options().stack_bytes, 64),
+      threads_(this, stack_factor * executor.options().stack_bytes, 64),
       rank_bodies_(this, rank_stack_bytes, 1),
       oversubscribed_(ranks_outnumber(executor.cores())) {
   root_.scheduler = this;
