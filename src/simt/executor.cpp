@@ -112,6 +112,9 @@ Executor::Executor() {
                ? static_cast<unsigned>(CPU_COUNT(&set))
                : std::max(1u, std::thread::hardware_concurrency());
   has_membarrier_ = syscall(SYS_membarrier, MEMBARRIER_CMD_REGISTER_PRIVATE_EXPEDITED, 0, 0) == 0;
+  // While a process has never had a second thread libstdc++ counts references without atomics, and
+  // ThreadSanitizer, which takes fibers for threads, reports that.
+  if (BELFRY_SIMT_TSAN) std::thread([] {}).join();
 }
 
 const Options& Executor::options() {

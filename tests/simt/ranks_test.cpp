@@ -145,6 +145,9 @@ TEST_P(Pollers, a_body_may_add_and_drop_pollers) {
 }
 
 TEST(Driving, a_plain_thread_that_yields_runs_the_tasks) {
+  simt::Options options;
+  options.mode = simt::Mode::cooperative;
+  simt::configure(options);
   int calls = 0;
   auto poller = simt::add_poller("counted", [&] { return ++calls < 5; });
   while (calls < 10) simt::yield();
