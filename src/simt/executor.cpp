@@ -389,12 +389,13 @@ void Executor::yield_outside() {
 void Executor::end(LaunchState& state) noexcept {
   const auto done = [&] { return state.finished.load(std::memory_order_acquire); };
   if (Fiber* self = current()) {
-    if (done()) return;
-    WaitNote note;
-    note.what = "the end of a kernel, launch";
-    note.id = state.serial;
-    const Waiting waiting(note);
-    while (!done()) self->scheduler->yield_quietly(self);
+    if (!done()) {
+      WaitNote note;
+      note.what = "the end of a kernel, launch";
+      note.id = state.serial;
+      const Waiting waiting(note);
+      while (!done()) self->scheduler->yield_quietly(self);
+    }
   } else if (options_.mode == Mode::threads) {
     std::unique_lock lock(mutex_);
     changed_.wait(lock, done);
