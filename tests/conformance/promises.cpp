@@ -203,6 +203,8 @@ __global__ void quiet_then_look(DeviceComm comm, std::uint32_t window, Shared* s
     // Looked at where it lies, with no signal between: a completion says that it is there.
     if (!all_are(shared->memory[1] + half, 9001, round)) ++shared->wrong[0];
     if (which == all_peers && !all_are(shared->memory[2] + half, 29, round)) ++shared->wrong[0];
+    // The source is written again: the other peer's put must have read it.
+    if (net.flush(this_thread, 2) != Status::ok) ++shared->wrong[0];
   }
 }
 

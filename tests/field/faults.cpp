@@ -303,7 +303,9 @@ __global__ void some_are_silent(DeviceComm comm, std::uint32_t window, unsigned 
   const Net net(comm, 0);
   if ((senders >> net.rank() & 1) != 0) {
     for (int peer = 0; peer < net.ranks(); ++peer) {
-      net.put(this_thread, peer, {window, 64}, {window, 0}, 8, signal_inc{0});
+      // A place for each sender.
+      const std::uint64_t at = 64 + 8 * static_cast<std::uint64_t>(net.rank());
+      net.put(this_thread, peer, {window, at}, {window, 0}, 8, signal_inc{0});
     }
   }
   const auto all = static_cast<std::uint64_t>(__builtin_popcount(senders));
