@@ -130,6 +130,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   std::uint64_t last_check = 0;
   int announced = 0;
   std::uint32_t closing = 0;
+  std::uint32_t posting = 0;  // the poller is in the proxies
   bool told = false;
   std::mutex notes_mutex;
   std::string failure_text;

@@ -13,7 +13,14 @@ namespace belfry {
 
 bool Comm::Implementation::progress() {
   bool worked = false;
-  for (const auto& channel : proxies) worked = channel->progress(view) || worked;
+  if (!proxies.empty()) {
+    store<Order::relaxed, Scope::system>(&posting, 1u);
+    // Pairs with the one in withdraw_window(): either it sees this pass, or this pass sees the
+    // window gone.
+    fence<Order::seq_cst, Scope::system>();
+    for (const auto& channel : proxies) worked = channel->progress(view) || worked;
+    store<Order::release, Scope::system>(&posting, 0u);
+  }
   // The CPU sees the completions of what it built or posted.
   for (Triggered& t : triggered) queue::poll(*t.queue->send_queue());
   if (++passes % 256 != 0) return worked;
@@ -141,7 +148,11 @@ std::string Comm::Implementation::sentence(const ErrorRecord& record) {
 
 std::optional<ErrorRecord> Comm::error() const {
   if (load<Order::acquire, Scope::system>(&self_->error_record.state) != 2) return std::nullopt;
-  return self_->error_record;
+  // Field by field: raise() may still try for `state`, which no later failure gets.
+  const ErrorRecord& found = self_->error_record;
+  return ErrorRecord{
+      2,           found.reason,   found.operation,       found.peer,  found.context, found.queue,
+      found.index, found.syndrome, found.vendor_syndrome, found.detail};
 }
 
 Health Comm::health() {

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <array>
 #include <exception>
+#include <thread>
 #include <utility>
 
 #include "comm/implementation.hpp"
@@ -129,6 +130,10 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
 
 void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
   store<Order::release, Scope::system>(&window_views[id].valid, 0u);
+  // A proxy that looked the window up before may be reading a source in it now; only after a
+  // failure is there still a command that names it. The poller never waits, so this is short.
+  fence<Order::seq_cst, Scope::system>();
+  while (load<Order::acquire, Scope::system>(&posting) != 0) std::this_thread::yield();
   for (const auto& [i, lkey] : window_keys[id]) {
     try {
       if (providers[i] != nullptr) providers[i]->deregister(lkey);

@@ -51,6 +51,11 @@ bool ProxyChannel::post_arrived(const DeviceComm& comm) {
   bool any = false;
   queue::Command command;
   while (!stopped_ && consumer_.peek(command)) {
+    // After a failure or an abort nothing is promised any more, and windows may go at once.
+    if (interrupted(comm.scope) != Status::ok) {
+      stopped_ = true;
+      break;
+    }
     const post::Resolved resolved = post::resolve(comm, command, config_.peer);
     if (resolved.failure != ErrorReason::none) {
       // The kernel checks before it pushes: only a stray write to the ring gets here.

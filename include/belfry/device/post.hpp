@@ -70,7 +70,10 @@ BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::
   const WindowView& dst = comm.window_table[c.dst_window];
   const std::uint64_t dst_bytes =
       c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
-  if (dst.valid == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
+  // Atomic, here and below, since it may be withdrawn meanwhile; relaxed, since who names a window
+  // was told of it.
+  if (load<Order::relaxed, Scope::system>(&dst.valid) == 0 ||
+      !inside(c.dst_offset, dst_bytes, dst.bytes)) {
     return fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
   }
   r.remote = {dst.peers[peer].address + c.dst_offset, dst.peers[peer].rkey};
@@ -79,7 +82,8 @@ BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::
     const WindowView& src = comm.window_table[c.src_window];
     const std::uint64_t src_bytes =
         c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
-    if (src.valid == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
+    if (load<Order::relaxed, Scope::system>(&src.valid) == 0 ||
+        !inside(c.src_offset, src_bytes, src.bytes)) {
       return fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
     }
     r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.peers[peer].lkey};
