@@ -19,6 +19,7 @@ namespace {
 
 constexpr unsigned kFreshPerPass = 64;             // blocks begun before the pollers get their turn
 constexpr unsigned kSpins = 2000;                  // fruitless passes before the core is offered
+constexpr unsigned kSparedTurns = 16;              // of a fiber that waits alone, after each pass
 constexpr unsigned kChecks = 1024;                 // fruitless passes between readings of the clock
 constexpr std::uint64_t kSleepAfter = 20'000'000;  // ns of nothing but waits
 constexpr std::uint64_t kSleepAfterOversubscribed = 2'000'000;
@@ -225,7 +226,18 @@ void Scheduler::yield_quietly(Fiber* self) {
   switch_from(self);
 }
 
+// A pass over pollers that have nothing to do takes about as long as a peer's store takes to
+// arrive: the only fiber there is looks for itself more often than that.
+inline bool Scheduler::spares_pass() {
+  if (spare_ == 0 || wants_attention()) return false;
+  const bool alone = queue_.head == &root_ && queue_.tail == &root_ && fresh_head_ == fresh_.size();
+  if (!alone) return false;
+  --spare_;
+  return true;
+}
+
 void Scheduler::yield(Fiber* self) {
+  if (spares_pass()) return;
   yield_quietly(self);
   if (self->killed) [[unlikely]]
     throw_killed();
@@ -419,7 +431,10 @@ void Scheduler::pass(bool noted) {
     }
     switch_from(&root_);
     if (drawn_poller_ >= 0) {
-      run_poller(static_cast<std::size_t>(drawn_poller_));
+      if (run_poller(static_cast<std::size_t>(drawn_poller_)))
+        progress_ = true;
+      else
+        ++fruitless_;
       drawn_poller_ = -1;
     }
     return;
@@ -440,7 +455,10 @@ inline void Scheduler::begin_round(bool noted) {
 }
 
 inline void Scheduler::end_round() {
-  for (std::size_t i = 0; i < pollers_.size(); ++i) run_poller(i);
+  bool worked = false;
+  for (std::size_t i = 0; i < pollers_.size(); ++i) worked |= run_poller(i);
+  spare_ = worked || oversubscribed_ ? 0 : kSparedTurns;
+  if (worked) progress_ = true;
   if (progress_) {
     progress_ = false;
     fruitless_ = 0;
@@ -456,26 +474,25 @@ inline void Scheduler::end_round() {
 // `busy` keeps a poller on one thread at a time and lets remove() wait for the call in flight:
 // either remove() sees busy, or this sees removed. The full barrier that this takes is paid by
 // remove() where only one thread calls pollers and the system helps (membarrier).
-void Scheduler::run_poller(std::size_t index) {
+bool Scheduler::run_poller(std::size_t index) {
   PollerState& poller = *pollers_[index];
-  if (poller.busy.load(std::memory_order_relaxed)) return;
+  if (poller.busy.load(std::memory_order_relaxed)) return false;
   if (sole_caller_) {
     poller.busy.store(true, std::memory_order_relaxed);
     std::atomic_signal_fence(std::memory_order_seq_cst);
   } else if (poller.busy.exchange(true, std::memory_order_seq_cst)) {
-    return;
+    return false;
   }
+  bool worked = false;
   if (!poller.removed.load(std::memory_order_seq_cst)) {
     happens_after(&poller);
     running_poller = &poller;
-    if (poller.poll())
-      progress_ = true;
-    else if (seeded_)
-      ++fruitless_;
+    worked = poller.poll();
     running_poller = nullptr;
     happens_before(&poller);
   }
   poller.busy.store(false, std::memory_order_release);
+  return worked;
 }
 
 // Only waits ran. Spinning any longer would take the core from whoever is waited for.

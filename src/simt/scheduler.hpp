@@ -60,7 +60,10 @@ class Scheduler {
   void run_task(Fiber* self);
 
   // A wait began or ended, a barrier completed, a poller worked.
-  void progress() { progress_ = true; }
+  void progress() {
+    progress_ = true;
+    spare_ = 0;
+  }
 
   // From any thread.
   void post(std::unique_ptr<Block> block);
@@ -107,8 +110,9 @@ class Scheduler {
   void handle_attention();
   void sweep();
   void kill_ranks();
-  void run_poller(std::size_t index);
+  bool run_poller(std::size_t index);
   void fruitless();
+  bool spares_pass();
   bool words_changed();
   void block_ended(Block* block);
   void unready(Fiber* fiber);
@@ -129,6 +133,7 @@ class Scheduler {
   std::atomic<bool> rank_kill_wanted_{false};
   unsigned fresh_budget_ = 0;
   std::uint32_t fruitless_ = 0;
+  unsigned spare_ = 0;  // turns that a lone fiber takes before the next pass
   ExceptionState* runtime_exceptions_ = nullptr;
   Fiber root_;
   std::vector<std::shared_ptr<PollerState>> pollers_;

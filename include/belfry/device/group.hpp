@@ -123,6 +123,26 @@ BELFRY_DEVICE void copy_words(const Group& group, std::byte* dst, const std::byt
 }
 #endif
 
+#if !BELFRY_ON_GPU
+// At most 16 bytes, as two halves that may overlap: a call of memcpy takes longer than the copy.
+inline void copy_small(std::byte* dst, const std::byte* src, std::uint64_t bytes) {
+  const auto halves = [&](auto word) {
+    auto last = word;
+    std::memcpy(&word, src, sizeof word);
+    std::memcpy(&last, src + bytes - sizeof last, sizeof last);
+    std::memcpy(dst, &word, sizeof word);
+    std::memcpy(dst + bytes - sizeof last, &last, sizeof last);
+  };
+  if (bytes >= 8) {
+    halves(std::uint64_t{});
+  } else if (bytes >= 4) {
+    halves(std::uint32_t{});
+  } else {
+    for (std::uint64_t i = 0; i < bytes; ++i) dst[i] = src[i];
+  }
+}
+#endif
+
 // Copies with all threads of the group. GPU: neighbouring threads take neighbouring words, as
 // wide as the alignment allows, so that accesses coalesce. Host: each thread copies one
 // contiguous piece, so that a cache line has one writer.
@@ -142,6 +162,10 @@ BELFRY_DEVICE void copy_bytes(const Group& group, std::byte* dst, const std::byt
     copy_words<std::uint8_t>(group, dst, src, bytes);
   }
 #else
+  if (bytes <= 16) {
+    if (group.leader()) copy_small(dst, src, bytes);
+    return;
+  }
   const std::uint64_t piece = (bytes / group.size() + 64) / 64 * 64;
   const std::uint64_t begin = piece * group.rank();
   if (begin < bytes)

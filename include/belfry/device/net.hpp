@@ -84,14 +84,16 @@ class NetSet {
   template <class Group, class... Extra>
   BELFRY_DEVICE Ticket put(const Group& group, int peer, Place dst, Place src, std::uint64_t bytes,
                            Extra... extra) const {
-    return run<detail::pays_fence<Extra...>>(group, peer, op::put(dst, src, bytes, extra...));
+    return run(group, peer, op::put(dst, src, bytes, extra...), detail::pays_fence<Extra...>,
+               post::Doorbell::now);
   }
 
   // Writes a value of 1, 2, 4 or 8 bytes to `dst` at `peer`; nothing here needs to stay alive.
   template <class Group, class T, class... Extra>
   BELFRY_DEVICE Ticket put_value(const Group& group, int peer, Place dst, T value,
                                  Extra... extra) const {
-    return run<detail::pays_fence<Extra...>>(group, peer, op::put_value(dst, value, extra...));
+    return run(group, peer, op::put_value(dst, value, extra...), detail::pays_fence<Extra...>,
+               post::Doorbell::now);
   }
 
   // Copies `rows` rows of `row_bytes`, the pitches in bytes.
@@ -99,22 +101,24 @@ class NetSet {
   BELFRY_DEVICE Ticket put_2d(const Group& group, int peer, Place dst, std::uint64_t dst_pitch,
                               Place src, std::uint64_t src_pitch, std::uint64_t row_bytes,
                               std::uint32_t rows, Extra... extra) const {
-    return run<detail::pays_fence<Extra...>>(
-        group, peer, op::put_2d(dst, dst_pitch, src, src_pitch, row_bytes, rows, extra...));
+    return run(group, peer, op::put_2d(dst, dst_pitch, src, src_pitch, row_bytes, rows, extra...),
+               detail::pays_fence<Extra...>, post::Doorbell::now);
   }
 
   // Copies `bytes` from `src` at `peer` to `dst` here. The data is here after wait() or flush().
   template <class Group, class... Extra>
   BELFRY_DEVICE Ticket get(const Group& group, int peer, Place dst, Place src, std::uint64_t bytes,
                            Extra... extra) const {
-    return run<detail::pays_fence<Extra...>>(group, peer, op::get(dst, src, bytes, extra...));
+    return run(group, peer, op::get(dst, src, bytes, extra...), detail::pays_fence<Extra...>,
+               post::Doorbell::now);
   }
 
   // A signal alone: signal_add, signal_inc or signal_set. Strong unless weak_signal is given: it
   // becomes visible at the peer after every earlier put to that peer on this context.
   template <class Group, class... Extra>
   BELFRY_DEVICE Ticket signal(const Group& group, int peer, Extra... extra) const {
-    return run<detail::pays_fence<Extra...>>(group, peer, op::signal(extra...));
+    return run(group, peer, op::signal(extra...), detail::pays_fence<Extra...>,
+               post::Doorbell::now);
   }
 
   // ---- fetching atomics on 8-byte words of the peer's window; one thread ----
@@ -353,7 +357,10 @@ class NetSet {
     c.signal_id = static_cast<std::uint32_t>(offset / 8);
     c.signal_value = epoch;
     c.weak = true;  // a barrier orders nothing but itself
-    return run_command(this_thread, peer, c, true, post::Doorbell::now).status;
+    return carry_out(this_thread, peer, c,
+                     usable_ ? post::resolve(comm_, c, peer) : post::Resolved{}, true,
+                     post::Doorbell::now)
+        .status;
   }
   BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {
     return wait_word("barrier", offset / 8, comm_.local_signals + offset / 8, target);
@@ -434,10 +441,12 @@ class NetSet {
   }
 
   // Everything posted so far to one peer on this context.
-  BELFRY_DEVICE Status drain_peer(const Route& r) const {
+  BELFRY_DEVICE BELFRY_INLINE Status drain_peer(const Route& r) const {
     if constexpr (Paths.has(Path::direct)) {
       if (r.nic == Path::direct) {
-        return wait_end(r, load<Order::acquire, Scope::device>(&r.send->ready));
+        const std::uint64_t end = load<Order::acquire, Scope::device>(&r.send->ready);
+        if (load<Order::acquire, Scope::device>(&r.send->completed) == end) return Status::ok;
+        return wait_end(r, end);
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
@@ -470,115 +479,97 @@ class NetSet {
   }
 
   // The ids past the user's signals belong to barriers.
-  BELFRY_DEVICE bool user_signal(const queue::Command& c) const {
+  BELFRY_DEVICE BELFRY_INLINE bool user_signal(const queue::Command& c) const {
     return c.signal_op == queue::SignalOp::none || !usable_ || c.signal_id < comm_.signals;
   }
-  BELFRY_DEVICE Ticket refused(const queue::Command& c, int peer) const {
-    Ticket ticket;
-    ticket.status = refuse(ErrorReason::bad_argument, c.operation, peer, c.signal_id);
-    return ticket;
+  BELFRY_DEVICE BELFRY_INLINE post::Resolved look_up(int peer, const queue::Command& c) const {
+    return user_signal(c)
+               ? post::resolve_user(comm_, c, peer)
+               : post::Resolved{.failure = ErrorReason::bad_argument, .detail = c.signal_id};
   }
 
   // How one operation is carried out, decided before anything is done for it.
-  enum class How : std::uint32_t { refused, stores, direct, proxy };
-  struct Plan {
-    post::Resolved resolved;
-    How how = How::refused;
-  };
+  enum class How : std::uint32_t { stores, direct, proxy, none };
 
-  BELFRY_DEVICE Plan plan(int peer, const queue::Command& c) const {
-    Plan p;
-    p.resolved = post::resolve_user(comm_, c, peer);
-    if (p.resolved.failure != ErrorReason::none) return p;
+  // Only a pitch can be too wide: the windows bound the rest.
+  BELFRY_DEVICE BELFRY_INLINE static bool fits_command(const queue::Command& c) {
+    return c.operation != queue::Operation::put_2d || queue::encodable(c);
+  }
+
+  BELFRY_DEVICE BELFRY_INLINE How choose(int peer, const queue::Command& c) const {
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
-      if (by_stores(r, peer, c)) {
-        p.how = How::stores;
-        return p;
-      }
+      if (by_stores(r, peer, c)) return How::stores;
     }
     if constexpr (Paths.has(Path::direct)) {
-      if (r.nic == Path::direct) {
-        p.how = How::direct;
-        return p;
-      }
+      if (r.nic == Path::direct) return How::direct;
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (r.nic == Path::proxy) {
-        // Only a pitch can be too wide: the windows bound the rest.
-        if (c.operation == queue::Operation::put_2d && !queue::encodable(c)) {
-          p.resolved.failure = ErrorReason::bad_argument;
-          p.resolved.detail = c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch;
-          return p;
-        }
-        p.how = How::proxy;
-        return p;
-      }
+      if (r.nic == Path::proxy && fits_command(c)) return How::proxy;
     }
-    p.resolved.failure = ErrorReason::unsupported;
-    p.resolved.detail = static_cast<std::uint64_t>(r.nic);
-    return p;
-  }
-
-  template <bool PayFence, class Group>
-  BELFRY_DEVICE Ticket run(const Group& group, int peer, const queue::Command& c) const {
-    Plan p;
-    if (user_signal(c)) {
-      if (usable_) p = plan(peer, c);
-    } else {
-      p.resolved.failure = ErrorReason::bad_argument;
-      p.resolved.detail = c.signal_id;
-    }
-    return carry_out(group, peer, c, p, PayFence, post::Doorbell::now);
+    return How::none;
   }
 
   template <class Group>
-  BELFRY_DEVICE Ticket run_command(const Group& group, int peer, const queue::Command& c,
-                                   bool pay_fence, post::Doorbell doorbell) const {
-    return carry_out(group, peer, c, usable_ ? plan(peer, c) : Plan{}, pay_fence, doorbell);
+  BELFRY_DEVICE BELFRY_INLINE Ticket run(const Group& group, int peer, const queue::Command& c,
+                                         bool pay_fence, post::Doorbell doorbell) const {
+    return carry_out(group, peer, c, usable_ ? look_up(peer, c) : post::Resolved{}, pay_fence,
+                     doorbell);
   }
 
   template <class Group>
-  BELFRY_DEVICE Ticket carry_out(const Group& group, int peer, const queue::Command& c,
-                                 const Plan& p, bool pay_fence, post::Doorbell doorbell) const {
+  BELFRY_DEVICE BELFRY_INLINE Ticket carry_out(const Group& group, int peer,
+                                               const queue::Command& c,
+                                               const post::Resolved& resolved, bool pay_fence,
+                                               post::Doorbell doorbell) const {
     constexpr bool lanes = std::is_same_v<Group, EachLane>;
     Ticket ticket;
     if (!usable_) {
       ticket.status = Status::failed;
       return ticket;
     }
+    ErrorReason failure = resolved.failure;
+    std::uint64_t detail = resolved.detail;
+    const How how = failure == ErrorReason::none ? choose(peer, c) : How::none;
     // Lanes that were named as calling together may still be carried out in different ways.
     [[maybe_unused]] unsigned alike = 0;
-    if constexpr (lanes) alike = __match_any_sync(group.together(), static_cast<unsigned>(p.how));
-    if (p.how == How::refused) {
-      ticket.status = refuse(p.resolved.failure, c.operation, peer, p.resolved.detail);
+    if constexpr (lanes) alike = __match_any_sync(group.together(), static_cast<unsigned>(how));
+    if (how == How::none) {
+      if (failure == ErrorReason::none && route(peer).nic == Path::proxy && !fits_command(c)) {
+        failure = ErrorReason::bad_argument;
+        detail = c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch;
+      } else if (failure == ErrorReason::none) {
+        failure = ErrorReason::unsupported;
+        detail = static_cast<std::uint64_t>(route(peer).nic);
+      }
+      ticket.status = refuse(failure, c.operation, peer, detail);
       return ticket;
     }
     const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
-      if (p.how == How::stores) {
+      if (how == How::stores) {
         if constexpr (lanes) {
-          ticket.status = store_directly(this_thread, r, peer, c, p.resolved);
+          ticket.status = store_directly(this_thread, r, peer, c, resolved);
         } else {
-          ticket.status = store_directly(group, r, peer, c, p.resolved);
+          ticket.status = store_directly(group, r, peer, c, resolved);
         }
         return ticket;
       }
     }
     if constexpr (Paths.has(Path::direct)) {
-      if (p.how == How::direct) {
+      if (how == How::direct) {
         if constexpr (lanes) {
-          return post_lanes(alike, r, c, p.resolved, doorbell);
+          return post_lanes(alike, r, c, resolved, doorbell);
         } else {
           // The group's writes to the source happen before the leader's release in ring().
           group.sync();
-          if (group.leader()) ticket = post_one(r, c, p.resolved, doorbell);
+          if (group.leader()) ticket = post_one(r, c, resolved, doorbell);
           return group.broadcast(ticket);
         }
       }
     }
     if constexpr (Paths.has(Path::proxy)) {
-      if (p.how == How::proxy) {
+      if (how == How::proxy) {
         if constexpr (lanes) {
           return push_lanes(alike, r, c, pay_fence);
         } else {
@@ -593,8 +584,10 @@ class NetSet {
 
   // ---- direct ----
 
-  BELFRY_DEVICE Ticket post_one(const Route& r, const queue::Command& c,
-                                const post::Resolved& resolved, post::Doorbell doorbell) const {
+  // By value, as in push_one(): a reference would force what is known when the kernel is compiled
+  // into memory on the way to a peer that is reached by stores.
+  BELFRY_DEVICE Ticket post_one(const Route& r, queue::Command c, post::Resolved resolved,
+                                post::Doorbell doorbell) const {
     Ticket ticket;
     ticket.route = &r;
     ticket.slot = c.result_slot;
@@ -673,7 +666,7 @@ class NetSet {
     }
   }
 
-  BELFRY_DEVICE Ticket push_one(const Route& r, const queue::Command& c, bool pay_fence) const {
+  BELFRY_DEVICE Ticket push_one(const Route& r, queue::Command c, bool pay_fence) const {
     Ticket ticket;
     ticket.route = &r;
     ticket.slot = c.result_slot;
@@ -714,7 +707,8 @@ class NetSet {
 
   // ---- lsa ----
 
-  BELFRY_DEVICE bool by_stores(const Route& r, int peer, const queue::Command& c) const {
+  BELFRY_DEVICE BELFRY_INLINE bool by_stores(const Route& r, int peer,
+                                             const queue::Command& c) const {
     if (r.lsa == 0) return false;
     const bool control =
         c.operation == queue::Operation::signal || c.operation == queue::Operation::none;
@@ -722,9 +716,9 @@ class NetSet {
   }
 
   template <class Group>
-  BELFRY_DEVICE Status store_directly(const Group& group, const Route& r, int peer,
-                                      const queue::Command& c,
-                                      const post::Resolved& resolved) const {
+  BELFRY_DEVICE BELFRY_INLINE Status store_directly(const Group& group, const Route& r, int peer,
+                                                    const queue::Command& c,
+                                                    const post::Resolved& resolved) const {
     using queue::Operation;
     std::byte* remote = lsa_base(peer, c.dst_window);
     auto* local = reinterpret_cast<std::byte*>(resolved.local.address);
@@ -755,7 +749,8 @@ class NetSet {
     return group.broadcast(status);
   }
 
-  BELFRY_DEVICE Status signal_directly(const Route& r, int peer, const queue::Command& c) const {
+  BELFRY_DEVICE BELFRY_INLINE Status signal_directly(const Route& r, int peer,
+                                                     const queue::Command& c) const {
     if (c.signal_op != queue::SignalOp::none) {
       // A strong signal also follows puts to windows that only the NIC reaches.
       if (!c.weak) {
@@ -958,10 +953,6 @@ class BatchSet {
 
  private:
   BELFRY_DEVICE Ticket add(int peer, const queue::Command& c, bool pay_fence) {
-    if (!net_.user_signal(c)) {
-      status_ = Status::failed;
-      return net_.refused(c, peer);
-    }
     // A change of peer, or a queue that would fill up with what nobody has announced, rings.
     if (pending_.route != nullptr) {
       queue::SendQueue& q = *pending_.route->send;
@@ -972,7 +963,7 @@ class BatchSet {
         (void)ring();
       }
     }
-    const Ticket ticket = net_.run_command(this_thread, peer, c, pay_fence, post::Doorbell::later);
+    const Ticket ticket = net_.run(this_thread, peer, c, pay_fence, post::Doorbell::later);
     if (ticket.status != Status::ok) {
       status_ = ticket.status;
     } else if (ticket.route != nullptr && ticket.route->nic == Path::direct) {

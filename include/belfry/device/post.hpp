@@ -46,27 +46,37 @@ BELFRY_HOST_DEVICE constexpr bool has_source(queue::Operation operation) {
 
 // Checks an operation against the windows and looks up addresses and keys. Nothing is posted
 // when `failure` is set.
-BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::Command& c,
-                                           int peer) {
+BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const queue::Command& c,
+                                                  int peer) {
   using queue::Operation;
+  // One object in every return, so that it is built where the caller wants it: a copy of what has
+  // just been written in parts would stall the loads.
   Resolved r;
   auto fail = [&r](ErrorReason failure, std::uint64_t detail) {
     r.failure = failure;
     r.detail = detail;
-    return r;
   };
-  if (peer < 0 || peer >= comm.ranks)
-    return fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
+  if (peer < 0 || peer >= comm.ranks) {
+    fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
+    return r;
+  }
   if (c.signal_op != queue::SignalOp::none) {
-    if (c.signal_id >= comm.signal_words) return fail(ErrorReason::bad_argument, c.signal_id);
+    if (c.signal_id >= comm.signal_words) {
+      fail(ErrorReason::bad_argument, c.signal_id);
+      return r;
+    }
     const WindowPeer& control = comm.window_table[control_window].peers[peer];
     r.signal = {control.address + 8ull * c.signal_id, control.rkey};
   }
   if (c.has_counter && c.counter_id >= comm.counters) {
-    return fail(ErrorReason::bad_argument, c.counter_id);
+    fail(ErrorReason::bad_argument, c.counter_id);
+    return r;
   }
   if (c.operation == Operation::signal || c.operation == Operation::none) return r;
-  if (c.dst_window >= comm.windows) return fail(ErrorReason::out_of_window, c.dst_window);
+  if (c.dst_window >= comm.windows) {
+    fail(ErrorReason::out_of_window, c.dst_window);
+    return r;
+  }
   const WindowView& dst = comm.window_table[c.dst_window];
   const std::uint64_t dst_bytes =
       c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
@@ -74,30 +84,38 @@ BELFRY_HOST_DEVICE inline Resolved resolve(const DeviceComm& comm, const queue::
   // was told of it.
   if (load<Order::relaxed, Scope::system>(&dst.valid) == 0 ||
       !inside(c.dst_offset, dst_bytes, dst.bytes)) {
-    return fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
+    fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
+    return r;
   }
   r.remote = {dst.peers[peer].address + c.dst_offset, dst.peers[peer].rkey};
   if (has_source(c.operation)) {
-    if (c.src_window >= comm.windows) return fail(ErrorReason::out_of_window, c.src_window);
+    if (c.src_window >= comm.windows) {
+      fail(ErrorReason::out_of_window, c.src_window);
+      return r;
+    }
     const WindowView& src = comm.window_table[c.src_window];
     const std::uint64_t src_bytes =
         c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
     if (load<Order::relaxed, Scope::system>(&src.valid) == 0 ||
         !inside(c.src_offset, src_bytes, src.bytes)) {
-      return fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
+      fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
+      return r;
     }
     r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.peers[peer].lkey};
   }
   const bool atomic = c.operation == Operation::fetch_add ||
                       c.operation == Operation::compare_swap || c.operation == Operation::swap;
-  if (atomic && c.dst_offset % 8 != 0) return fail(ErrorReason::bad_argument, c.dst_offset);
+  if (atomic && c.dst_offset % 8 != 0) {
+    fail(ErrorReason::bad_argument, c.dst_offset);
+    return r;
+  }
   return r;
 }
 
 // As resolve(), for a user's operation. Window 0 holds the signals of all ranks, and a Window that
 // was never made, or was moved from, has its number: data may not go there by accident.
-BELFRY_HOST_DEVICE inline Resolved resolve_user(const DeviceComm& comm, const queue::Command& c,
-                                                int peer) {
+BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm,
+                                                       const queue::Command& c, int peer) {
   Resolved r = resolve(comm, c, peer);
   const bool data =
       c.operation != queue::Operation::signal && c.operation != queue::Operation::none;
