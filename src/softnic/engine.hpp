@@ -374,18 +374,37 @@ BELFRY_HOST_DEVICE inline bool fetch(const EngineQp& qp, std::uint16_t index,
 // be done now.
 enum class Verdict : std::uint32_t { done, again, wait, failed };
 
+// Two whole words, which travel in two registers: of smaller parts the caller's load would wait
+// for the stores that put them together.
 struct Result {
-  Verdict verdict;
-  mlx5::Syndrome syndrome;
-  std::uint8_t vendor_syndrome;
-  std::uint32_t bytes;  // for the CQE
+  std::uint64_t code = 0;   // verdict | syndrome << 32 | vendor syndrome << 40
+  std::uint64_t bytes = 0;  // for the CQE
+
+  BELFRY_HOST_DEVICE constexpr Verdict verdict() const {
+    return static_cast<Verdict>(static_cast<std::uint32_t>(code));
+  }
+  BELFRY_HOST_DEVICE constexpr mlx5::Syndrome syndrome() const {
+    return static_cast<mlx5::Syndrome>(static_cast<std::uint8_t>(code >> 32));
+  }
+  BELFRY_HOST_DEVICE constexpr std::uint8_t vendor_syndrome() const {
+    return static_cast<std::uint8_t>(code >> 40);
+  }
 };
 
 BELFRY_HOST_DEVICE constexpr Result done(std::uint32_t bytes = 0) {
-  return {Verdict::done, mlx5::Syndrome::none, 0, bytes};
+  return {static_cast<std::uint64_t>(Verdict::done), bytes};
+}
+BELFRY_HOST_DEVICE constexpr Result again() {
+  return {static_cast<std::uint64_t>(Verdict::again), 0};
 }
 BELFRY_HOST_DEVICE constexpr Result waiting() {
-  return {Verdict::wait, mlx5::Syndrome::none, 0, 0};
+  return {static_cast<std::uint64_t>(Verdict::wait), 0};
+}
+BELFRY_HOST_DEVICE constexpr Result failed(mlx5::Syndrome syndrome, ReportKind kind) {
+  const std::uint64_t vendor = static_cast<std::uint8_t>(static_cast<unsigned>(kind) + 1);
+  return {static_cast<std::uint64_t>(Verdict::failed) |
+              static_cast<std::uint64_t>(static_cast<std::uint8_t>(syndrome)) << 32 | vendor << 40,
+          0};
 }
 
 template <class Env>
@@ -393,7 +412,7 @@ BELFRY_HOST_DEVICE Result fail(Env& env, const EngineQp& qp, std::uint16_t index
                                mlx5::Syndrome syndrome, ReportKind kind, std::uint64_t a = 0,
                                std::uint64_t b = 0, std::uint64_t c = 0, std::uint64_t d = 0) {
   env.report(kind, qp.qpn, index, a, b, c, d);
-  return {Verdict::failed, syndrome, static_cast<std::uint8_t>(static_cast<unsigned>(kind) + 1), 0};
+  return failed(syndrome, kind);
 }
 
 // ---- Segments ----
@@ -524,7 +543,7 @@ BELFRY_HOST_DEVICE Result converse(Env& env, EngineQp& qp, std::uint16_t index,
     env.ask(qp, request);
     qp.phase = Phase::asked;
     qp.deadline_ns = env.now() + env.options().service_deadline_ns;
-    return {Verdict::again, mlx5::Syndrome::none, 0, 0};
+    return again();
   }
   if (!env.answer(qp, response)) {
     if (env.peer(qp) == PeerState::gone) {
@@ -591,7 +610,7 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
                    });
     qp.moved += bytes;
     env.counters().bytes += bytes;
-    return {qp.moved == pieces.total ? Verdict::done : Verdict::again, mlx5::Syndrome::none, 0, 0};
+    return qp.moved == pieces.total ? done() : again();
   }
   if (remote.way == Remote::Way::far) {
     const std::uint64_t bytes = minimum(pieces.total - qp.moved, turn_bytes);
@@ -604,8 +623,7 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
     if (outcome == Far::ok) {
       qp.moved += bytes;
       env.counters().bytes += bytes;
-      return {qp.moved == pieces.total ? Verdict::done : Verdict::again, mlx5::Syndrome::none, 0,
-              0};
+      return qp.moved == pieces.total ? done() : again();
     }
     if (outcome == Far::gone) {
       return fail(env, qp, wqe.index, mlx5::Syndrome::retry_exceeded, ReportKind::peer_gone);
@@ -635,7 +653,7 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
   request.address = address + qp.moved;
   Response response = {};
   const Result result = converse(env, qp, wqe.index, request, response);
-  if (result.verdict != Verdict::done) return result;
+  if (result.verdict() != Verdict::done) return result;
   if (!write) {
     for_each_piece(pieces, qp.moved, bytes,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
@@ -644,7 +662,7 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
   }
   qp.moved += bytes;
   env.counters().bytes += bytes;
-  return {qp.moved == pieces.total ? Verdict::done : Verdict::again, mlx5::Syndrome::none, 0, 0};
+  return qp.moved == pieces.total ? done() : again();
 }
 
 // SEND, and the notice of a WRITE_IMM once its data is in place: both take a receive WQE of the
@@ -669,10 +687,10 @@ BELFRY_HOST_DEVICE Result send_message(Env& env, EngineQp& qp, const Wqe& wqe, c
   request.immediate = segment<mlx5::ControlSegment>(wqe, 0).immediate.value();
   Response response = {};
   Result result = converse(env, qp, wqe.index, request, response);
-  if (result.verdict != Verdict::done) return result;
+  if (result.verdict() != Verdict::done) return result;
   qp.moved += bytes;
   env.counters().bytes += bytes;
-  if (!last) result.verdict = Verdict::again;
+  if (!last) return again();
   return result;
 }
 
@@ -823,7 +841,7 @@ BELFRY_HOST_DEVICE Result do_atomic(Env& env, EngineQp& qp, Wqe& wqe) {
     request.operands[3] = atomic.mask_compare;
     Response response = {};
     const Result result = converse(env, qp, wqe.index, request, response);
-    if (result.verdict != Verdict::done) return result;
+    if (result.verdict() != Verdict::done) return result;
     found = response.value;
   }
   env.counters().bytes += atomic.size;
@@ -901,11 +919,11 @@ BELFRY_HOST_DEVICE Result do_message(Env& env, EngineQp& qp, Wqe& wqe) {
   } else {
     const bool moved = qp.moved == pieces.total;  // also an empty message, which touches no key
     result = moved ? done() : move_message(env, qp, wqe, pieces, !read);
-    if (result.verdict == Verdict::done && opcode == mlx5::Opcode::rdma_write_imm) {
+    if (result.verdict() == Verdict::done && opcode == mlx5::Opcode::rdma_write_imm) {
       result = notify_write(env, qp, wqe, pieces.total);
     }
   }
-  if (result.verdict == Verdict::done) {
+  if (result.verdict() == Verdict::done) {
     if (!read) check_source(env, qp, wqe, pieces);
     result.bytes = read ? static_cast<std::uint32_t>(pieces.total) : 0;
   } else if (qp.phase == Phase::asked && !read) {
@@ -1025,9 +1043,9 @@ template <class Env>
 BELFRY_HOST_DEVICE void finish_failed(Env& env, EngineQp& qp, const Wqe& wqe,
                                       const Result& result) {
   write_cqe(env, qp, *qp.send_cq, mlx5::CqeOpcode::requester_error, wqe.opcode, wqe.index, 0, 0,
-            result.syndrome, result.vendor_syndrome);
+            result.syndrome(), result.vendor_syndrome());
   ++env.counters().wqes;
-  enter_error(env, qp, result.syndrome);
+  enter_error(env, qp, result.syndrome());
   qp.consumer = wqe.index;
   next_wqe(qp, wqe.blocks);
 }
@@ -1053,7 +1071,7 @@ BELFRY_HOST_DEVICE bool place_deferred(Env& env, EngineQp& qp) {
         if (pieces.total != 0) result = move_message(env, qp, wqe, pieces, true);
       }
       qp.moved = in_hand;
-      if (result.verdict == Verdict::failed) {
+      if (result.verdict() == Verdict::failed) {
         finish_failed(env, qp, wqe, result);
         return false;
       }
@@ -1137,7 +1155,7 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
           static_cast<mlx5::Opcode>(wqe.opcode) == mlx5::Opcode::rdma_write &&
           (wqe.control & mlx5::completion_mask) < mlx5::completion_always;
       if (!survives_faults(env, qp, wqe, result)) {
-        if (qp.state == QpState::err || result.verdict == Verdict::wait) return false;
+        if (qp.state == QpState::err || result.verdict() == Verdict::wait) return false;
       } else if (options.late_placement && in_order_only && defer(env, qp, wqe)) {
         worked = true;
         return true;
@@ -1147,7 +1165,7 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
         return false;
       }
     }
-    if (result.verdict != Verdict::failed) {
+    if (result.verdict() != Verdict::failed) {
       PeerState peer = PeerState::receiving;
       if (travels(wqe.opcode) && qp.phase != Phase::asked) peer = env.peer(qp);
       if (peer == PeerState::receiving) [[likely]] {
@@ -1161,7 +1179,7 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
     }
   }
 
-  switch (result.verdict) {
+  switch (result.verdict()) {
     case Verdict::wait: return false;
     case Verdict::again: worked = true; return false;
     case Verdict::failed:
@@ -1176,7 +1194,7 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
   ++env.counters().wqes;
   if ((wqe.control & mlx5::completion_mask) >= mlx5::completion_always) {
     if (!write_cqe(env, qp, *qp.send_cq, mlx5::CqeOpcode::requester, wqe.opcode, wqe.index,
-                   result.bytes, 0, mlx5::Syndrome::none, 0)) {
+                   static_cast<std::uint32_t>(result.bytes), 0, mlx5::Syndrome::none, 0)) {
       enter_error(env, qp, mlx5::Syndrome::local_qp_operation);
     }
   }
@@ -1254,8 +1272,7 @@ BELFRY_HOST_DEVICE bool serve_queue(Env& env, EngineQp& qp) {
     Wqe wqe;
     fetch(qp, qp.consumer, 0, wqe);
     finish_failed(env, qp, wqe,
-                  {Verdict::failed, mlx5::Syndrome::local_qp_operation,
-                   static_cast<std::uint8_t>(ReportKind::producer_overrun) + 1, 0});
+                  failed(mlx5::Syndrome::local_qp_operation, ReportKind::producer_overrun));
     qp.producer = qp.consumer;  // nothing is known to be posted
     return true;
   }

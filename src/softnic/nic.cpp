@@ -809,9 +809,11 @@ bool SoftNic::Implementation::serve_active() {
   bool worked = false;
   // Those that join meanwhile wait for the next pass.
   const std::size_t n = active.size();
-  const std::size_t start = option.reorder != 0 ? random() % n : first_turn++ % n;
+  std::size_t next = 0;
+  if (n > 1) next = option.reorder != 0 ? random() % n : first_turn++ % n;
   for (std::size_t i = 0; i < n; ++i) {
-    HostQp& qp = *active[(start + i) % n];
+    HostQp& qp = *active[next];
+    if (++next == n) next = 0;
     if (draw(*this, option.reorder)) continue;
     worked |= serve_queue(*this, qp);
     if (qp.watching && option.strict) check_watch(*this, qp);

@@ -584,10 +584,8 @@ class NetSet {
 
   // ---- direct ----
 
-  // By value, as in push_one(): a reference would force what is known when the kernel is compiled
-  // into memory on the way to a peer that is reached by stores.
-  BELFRY_DEVICE Ticket post_one(const Route& r, queue::Command c, post::Resolved resolved,
-                                post::Doorbell doorbell) const {
+  BELFRY_DEVICE Ticket post_one(const Route& r, const queue::Command& c,
+                                const post::Resolved& resolved, post::Doorbell doorbell) const {
     Ticket ticket;
     ticket.route = &r;
     ticket.slot = c.result_slot;
@@ -666,7 +664,7 @@ class NetSet {
     }
   }
 
-  BELFRY_DEVICE Ticket push_one(const Route& r, queue::Command c, bool pay_fence) const {
+  BELFRY_DEVICE Ticket push_one(const Route& r, const queue::Command& c, bool pay_fence) const {
     Ticket ticket;
     ticket.route = &r;
     ticket.slot = c.result_slot;
