@@ -17,15 +17,56 @@ elseif(NOT BELFRY_CUDA STREQUAL "OFF")
   endif()
   find_package(Python3 REQUIRED COMPONENTS Interpreter)
 endif()
+if(BELFRY_CUDA_ENABLED)
+  # The toolkit of that nvcc and no other.
+  cmake_path(GET BELFRY_NVCC PARENT_PATH bin)
+  cmake_path(GET bin PARENT_PATH toolkit)
+  set(CUDAToolkit_ROOT ${toolkit} CACHE PATH "the CUDA toolkit of BELFRY_NVCC")
+  find_package(CUDAToolkit REQUIRED)
+endif()
+
+# What every nvcc line has in common, and the check of what ptxas says.
+function(belfry_nvcc out)
+  set(host_compiler "")
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
+    set(host_compiler -ccbin=${CMAKE_CXX_COMPILER})
+  endif()
+  set(${out} ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py --
+    ${CMAKE_CXX_COMPILER_LAUNCHER} ${BELFRY_NVCC} -std=c++20 -O3 -lineinfo ${host_compiler}
+    -I${PROJECT_SOURCE_DIR}/include -I${PROJECT_SOURCE_DIR}/src
+    -Werror=cross-execution-space-call,deprecated-declarations,reorder
+    -Xcompiler=-Wall,-Wextra,-Werror -Xptxas=-v,-warn-spills,-warn-lmem-usage PARENT_SCOPE)
+endfunction()
+
+# belfry_cuda_sources(target sources.cu...): adds each source to a target that runs, with code for
+# every architecture in one object.
+function(belfry_cuda_sources target)
+  belfry_nvcc(nvcc)
+  set(code "")
+  foreach(arch ${BELFRY_CUDA_ARCHITECTURES})
+    list(APPEND code -gencode=arch=compute_${arch},code=sm_${arch})
+  endforeach()
+  foreach(source ${ARGN})
+    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
+    cmake_path(GET source STEM name)
+    set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.cu.o)
+    add_custom_command(OUTPUT ${object}
+      COMMAND ${nvcc} -c ${source} -o ${object} ${code} --threads 0 -Xcompiler=-fPIC
+              -MD -MF ${object}.d -MT ${object}
+      DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
+      DEPFILE ${object}.d
+      COMMENT "nvcc ${name}.cu"
+      COMMAND_EXPAND_LISTS VERBATIM)
+    target_sources(${target} PRIVATE ${object})
+  endforeach()
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static)
+endfunction()
 
 # belfry_cuda_objects(target sources.cu...): compiles each source for every architecture as part
 # of `target`. The build fails when ptxas ignored setmaxnreg, or when a kernel whose name begins
 # with `hot_` spills or uses local memory; see check_ptxas.py.
 function(belfry_cuda_objects target)
-  set(host_compiler "")
-  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU")
-    set(host_compiler -ccbin=${CMAKE_CXX_COMPILER})
-  endif()
+  belfry_nvcc(nvcc)
   set(objects "")
   foreach(source ${ARGN})
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
@@ -33,14 +74,7 @@ function(belfry_cuda_objects target)
     foreach(arch ${BELFRY_CUDA_ARCHITECTURES})
       set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.sm_${arch}.o)
       add_custom_command(OUTPUT ${object}
-        COMMAND ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py --
-                ${CMAKE_CXX_COMPILER_LAUNCHER} ${BELFRY_NVCC} -c ${source} -o ${object}
-                -std=c++20 -O3 -lineinfo -gencode=arch=compute_${arch},code=sm_${arch}
-                ${host_compiler}
-                -I${PROJECT_SOURCE_DIR}/include -I${PROJECT_SOURCE_DIR}/src
-                -Werror=cross-execution-space-call,deprecated-declarations,reorder
-                -Xcompiler=-Wall,-Wextra,-Werror
-                -Xptxas=-v,-warn-spills,-warn-lmem-usage
+        COMMAND ${nvcc} -c ${source} -o ${object} -gencode=arch=compute_${arch},code=sm_${arch}
                 -MD -MF ${object}.d -MT ${object}
         DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
         DEPFILE ${object}.d

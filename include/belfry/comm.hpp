@@ -28,6 +28,7 @@ struct SoftnicOptions {
   double drop = 0;
   std::uint32_t error_at = 0;       // the n-th WQE of each queue ends in an error completion
   std::uint32_t flush_at = 0;       // at the n-th WQE the queue is flushed
+  std::uint32_t stall_at = 0;       // the n-th WQE of each queue hangs, and all behind it
   std::uint32_t credit = 0;         // WQEs per queue and pass
   std::uint32_t slow_doorbell = 0;  // passes
   bool late_placement = false;      // data arrives at the last legal moment
@@ -45,10 +46,14 @@ struct CommOptions {
   std::uint32_t command_depth = 128;  // commands: a power of two
   std::uint32_t result_slots = 64;    // fetching atomics in flight per queue, plus one
   bool collapsed_cq = true;
-  Path path = Path::none;         // none: the best for each pair
-  std::string provider;           // empty: the best for each pair
-  bool load_store = true;         // offer windows for loads and stores
-  std::int32_t lsa_ranks = 0;     // split the ranks of a host into lsa teams of this many; 0: one
+  Path path = Path::none;      // none: the best for each pair
+  std::string provider;        // empty: the best for each pair
+  bool load_store = true;      // offer windows for loads and stores
+  std::int32_t lsa_ranks = 0;  // split the ranks of a host into lsa teams of this many; 0: one
+  // The CUDA device whose memory holds windows and signals and whose kernels use them; -1: host
+  // memory, and kernels on the host executor. Several ranks may share one (local, but on every rank
+  // a GPU or on none).
+  std::int32_t gpu = -1;
   std::uint64_t first_index = 0;  // where every queue's indices start; tests set it near a wrap
   // A wait inside a kernel, once every rank is in one; and before that (local).
   std::chrono::nanoseconds timeout = std::chrono::seconds(30);
@@ -137,7 +142,8 @@ class Comm {
   int ranks() const;
   const CommOptions& options() const;
 
-  // A window of shared memory of this host, zero-filled. Collective; the same size on every rank.
+  // A window of shared memory of this host, or of the communicator's GPU, zero-filled. Collective;
+  // the same size on every rank. Its data() is the GPU's address then: not for the CPU.
   Window window(std::uint64_t bytes);
   // A window over the caller's memory, which must outlive it. Collective. Such memory is not
   // load/store accessible from other processes.

@@ -15,6 +15,13 @@
 
 namespace belfry {
 
+// A program may hold files of both kinds; each has a Launch of its own.
+#if BELFRY_CUDA
+inline namespace on_gpu {
+#else
+inline namespace on_host {
+#endif
+
 // A size in up to three dimensions, x fastest.
 struct Dim3 {
   constexpr Dim3(unsigned x_ = 1, unsigned y_ = 1, unsigned z_ = 1) : x(x_), y(y_), z(z_) {}
@@ -34,6 +41,7 @@ struct LaunchConfig {
 };
 
 #if !BELFRY_CUDA
+}  // namespace on_host
 namespace simt::detail {
 
 // A kernel and its arguments, copied; run() is called once per thread.
@@ -61,6 +69,7 @@ void end_launch(LaunchState& state) noexcept;
 bool launch_done(const LaunchState& state);
 
 }  // namespace simt::detail
+inline namespace on_host {
 #endif
 
 // A started kernel. Movable; one owner.
@@ -111,20 +120,15 @@ class Launch {
 
 #if BELFRY_CUDA
 
-namespace detail {
-
 inline void check_cuda(cudaError_t code, const std::string& thing, const char* remedy) {
   if (code == cudaSuccess) return;
   throw Error(thing, std::string(cudaGetErrorName(code)) + " (" + cudaGetErrorString(code) + ")",
               "cudaSuccess", remedy);
 }
 
-}  // namespace detail
-
 inline void Launch::wait() {
   if (!state_) return;
-  detail::check_cuda(cudaEventSynchronize(state_->event), state_->name,
-                     "run it under compute-sanitizer");
+  check_cuda(cudaEventSynchronize(state_->event), state_->name, "run it under compute-sanitizer");
 }
 
 inline bool Launch::done() const {
@@ -163,7 +167,7 @@ requires(sizeof...(Params) == sizeof...(Args) &&
   auto state = std::make_shared<Launch::State>();
   state->name = std::string("kernel ") + config.name;
   const auto check = [&](cudaError_t code, const char* remedy) {
-    detail::check_cuda(code, state->name, remedy);
+    check_cuda(code, state->name, remedy);
   };
   const int threads = static_cast<int>(config.block.count());
   if (config.shared_bytes > 48 * 1024)
@@ -209,4 +213,5 @@ requires(sizeof...(Params) == sizeof...(Args) &&
 #endif
 }
 
+}  // inline namespace: on_gpu or on_host
 }  // namespace belfry

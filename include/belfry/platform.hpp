@@ -15,7 +15,10 @@
 #define BELFRY_HOST_DEVICE __host__ __device__
 #define BELFRY_DEVICE __device__
 #define BELFRY_INLINE __forceinline__
+// Before a loop whose indices must be known, so that an array stays in registers.
+#define BELFRY_UNROLL _Pragma("unroll")
 #else
+#define BELFRY_UNROLL
 #define BELFRY_CUDA 0
 #define BELFRY_HOST_DEVICE
 #define BELFRY_DEVICE
@@ -96,6 +99,17 @@ BELFRY_HOST_DEVICE BELFRY_INLINE T load(const T* address) {
 #endif
 }
 
+// Reads a word that may change meanwhile, where an old value serves as well. On a GPU a plain load,
+// which the nearest cache may answer: what an acquire made visible is seen, the rest at some time.
+template <class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE T peek(const T* address) {
+#if BELFRY_ON_GPU
+  return *address;
+#else
+  return load<Order::relaxed, Scope::system>(address);
+#endif
+}
+
 template <Order O, Scope S, class T>
 BELFRY_HOST_DEVICE BELFRY_INLINE void store(T* address, std::type_identity_t<T> value) {
 #if BELFRY_ON_GPU
@@ -114,6 +128,22 @@ BELFRY_HOST_DEVICE BELFRY_INLINE T fetch_add(T* address, std::type_identity_t<T>
 #else
   preemption_point();
   return __atomic_fetch_add(address, value, detail::builtin_order<O>());
+#endif
+}
+
+// As fetch_add() of 8 bytes, where the old value is of no interest. GPU: a reduction, which does
+// not come back.
+template <Order O, Scope S>
+BELFRY_HOST_DEVICE BELFRY_INLINE void add(std::uint64_t* address, std::uint64_t value) {
+#if BELFRY_ON_GPU
+  static_assert((O == Order::relaxed || O == Order::release) && S == Scope::system);
+  if constexpr (O == Order::release) {
+    asm volatile("red.release.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+  } else {
+    asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(address), "l"(value) : "memory");
+  }
+#else
+  fetch_add<O, S>(address, value);
 #endif
 }
 

@@ -99,8 +99,15 @@ BELFRY_HOST_DEVICE inline Status interrupted(const WaitScope& scope) {
 // by then, when the last one has: a rank that still compiles or loads is slow, not dead.
 class Deadline {
  public:
-  BELFRY_HOST_DEVICE explicit Deadline(const WaitScope& scope)
-      : start_(now_ns()), all_present_(present(scope)) {}
+  BELFRY_HOST_DEVICE explicit Deadline(const WaitScope& scope) : start_(now_ns()) {
+    // The count lies with the CPU: a GPU looks when it first asks for the time, since most waits
+    // are over before that.
+#if BELFRY_ON_GPU
+    (void)scope;
+#else
+    all_present_ = present(scope);
+#endif
+  }
 
   BELFRY_HOST_DEVICE bool passed(const WaitScope& scope) {
     const std::uint64_t now = now_ns();
@@ -108,9 +115,11 @@ class Deadline {
     if (all_present_) return waited >= scope.timeout_ns;
     if (present(scope)) {
       all_present_ = true;
-      start_ = now;
+      // At the first look nobody is known to have been missing.
+      if (asked_ || BELFRY_ON_GPU == 0) start_ = now;
       return false;
     }
+    asked_ = true;
     return waited >= scope.startup_timeout_ns;
   }
 
@@ -121,12 +130,22 @@ class Deadline {
   }
 
   std::uint64_t start_;
-  bool all_present_;
+  bool all_present_ = false;
+  bool asked_ = false;
 };
 
+// Turns of a wait between two looks at abort and error, and between two readings of the clock.
+// Those words lie with the CPU, a microsecond away from a GPU, and %globaltimer is slow; on the
+// host a turn is a pass over the other tasks.
+#if BELFRY_ON_GPU
+inline constexpr std::uint32_t turns_per_look = 32;
+#else
+inline constexpr std::uint32_t turns_per_look = 1;
+#endif
+inline constexpr std::uint32_t turns_per_clock = 64;
+
 // Spins until `ready()` is true. The condition is tried before abort, error and deadline are, so
-// that what has arrived is never reported as lost. The clock is read on every 64th turn: on a
-// GPU %globaltimer is slow, on the host a turn is a pass over the other tasks.
+// that what has arrived is never reported as lost.
 template <class Ready>
 BELFRY_HOST_DEVICE Status wait_until(const WaitScope& scope, const char* what, std::uint64_t id,
                                      int peer, std::uint64_t wanted, const std::uint64_t* word,
@@ -142,10 +161,12 @@ BELFRY_HOST_DEVICE Status wait_until(const WaitScope& scope, const char* what, s
   for (std::uint32_t turn = 1;; ++turn) {
     relax();
     if (ready()) return Status::ok;
-    const Status status = interrupted(scope);
-    // Once more: the failure may be about what came after this wait's condition held.
-    if (status != Status::ok) return ready() ? Status::ok : status;
-    if (turn % 64 == 0 && deadline.passed(scope)) return Status::timed_out;
+    if (turn % turns_per_look == 0) {
+      const Status status = interrupted(scope);
+      // Once more: the failure may be about what came after this wait's condition held.
+      if (status != Status::ok) return ready() ? Status::ok : status;
+    }
+    if (turn % turns_per_clock == 0 && deadline.passed(scope)) return Status::timed_out;
   }
 }
 

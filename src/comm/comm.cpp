@@ -65,18 +65,22 @@ Comm::~Comm() {
 void Comm::Implementation::settle() {
   const WaitScope& scope = view.scope;
   (void)wait_until(scope, "announcement", 0, -1, 1, nullptr, [&] {
-    return load<Order::relaxed, Scope::system>(&entered) == 0 ||
+    return load<Order::relaxed, Scope::system>(&shared->entered) == 0 ||
            load<Order::relaxed, Scope::device>(&announced) == ranks;
   });
   store<Order::relaxed, Scope::device>(&closing, 1u);
-  auto drain = [&](queue::SendQueue& q) {
-    return queue::wait_complete(q, load<Order::acquire, Scope::device>(&q.rung), scope);
+  auto drain = [&](provider::Queue& queue, int peer) {
+    const provider::QueueState state = queue.state();
+    return wait_until(scope, "completion", state.qpn, peer, state.rung, nullptr, [&] {
+      queue.poll();
+      return queue.complete(state.rung);
+    });
   };
-  for (const auto& q : direct) {
-    if (drain(*q->send_queue()) != Status::ok) return;
+  for (const Direct& d : direct) {
+    if (drain(*d.queue, d.peer) != Status::ok) return;
   }
   for (const Triggered& t : triggered) {
-    if (drain(*t.queue->send_queue()) != Status::ok) return;
+    if (drain(*t.queue, t.peer) != Status::ok) return;
   }
   for (const auto& channel : proxies) {
     const queue::CommandRing& ring = *channel->ring();
@@ -95,6 +99,10 @@ void Comm::Implementation::settle() {
 
 Comm::Implementation::~Implementation() {
   poller = {};
+  if (gpu != nullptr && gpu->progress.joinable()) {
+    gpu->ending.store(true, std::memory_order_relaxed);
+    gpu->progress.join();
+  }
   // It may have failed since the last pass.
   tell_failure();
   proxies.clear();
@@ -120,7 +128,7 @@ DeviceComm Comm::device_comm(const Requirements& r) const {
   need("signals", r.signals, o.signals);
   need("counters", r.counters, o.counters);
   need("barriers", r.barriers, o.barriers);
-  return self_->view;
+  return self_->gpu != nullptr ? self_->gpu->view : self_->view;
 }
 
 void Comm::barrier() { self_->bootstrap->barrier(); }
@@ -132,7 +140,7 @@ void Comm::abort(std::string_view reason) {
       self_->failure_text = fmt::format("rank {} aborted: {}", self_->rank, reason);
     }
   }
-  store<Order::release, Scope::system>(&self_->abort_word, 1u);
+  store<Order::release, Scope::system>(&self_->shared->abort, 1u);
   self_->bootstrap->fail(Implementation::abort_prefix + std::string(reason));
 }
 

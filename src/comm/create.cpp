@@ -4,7 +4,10 @@
 
 #include <algorithm>
 #include <bit>
+#include <chrono>
 #include <cstring>
+#include <new>
+#include <thread>
 #include <utility>
 
 #include "comm/implementation.hpp"
@@ -57,6 +60,10 @@ void check(const CommOptions& o) {
                 "correct the communicator's options");
   }
   bound("lsa_ranks", static_cast<std::uint64_t>(o.lsa_ranks), 0, 65536);
+  if (o.gpu < -1) {
+    throw Error("option gpu", std::to_string(o.gpu), "-1, or the number of a CUDA device",
+                "correct the communicator's options");
+  }
   bound("path", static_cast<std::uint64_t>(o.path), 0, static_cast<std::uint64_t>(Path::lsa));
   bound("timeout (ns)", static_cast<std::uint64_t>(o.timeout.count()), 1, ~0ull >> 1);
   bound("startup_timeout (ns)", static_cast<std::uint64_t>(o.startup_timeout.count()), 1,
@@ -89,10 +96,14 @@ void Comm::Implementation::create() {
   choose_paths();
   make_tables();
   // Registered with every provider that some pair uses; window 0.
-  publish_window(control_window, reinterpret_cast<std::byte*>(control.data()), control.size(),
-                 &control, nullptr);
+  if (gpu != nullptr) {
+    publish_window(control_window, WindowMemory(gpu->signals), nullptr);
+  } else {
+    publish_window(control_window, WindowMemory(control), nullptr);
+  }
   connect_queues();
-  poller = simt::add_poller(fmt::format("comm rank {}", rank), [this] { return progress(); });
+  if (gpu != nullptr) make_gpu_tables();
+  start_progress();
   bootstrap->barrier();
 }
 
@@ -109,6 +120,7 @@ void Comm::Implementation::agree_on_configuration() {
       {"command_depth", std::to_string(o.command_depth)},
       {"result_slots", std::to_string(o.result_slots)},
       {"collapsed_cq", o.collapsed_cq ? "yes" : "no"},
+      {"memory (option gpu)", o.gpu >= 0 ? "of a GPU" : "of the host"},
       {"path", o.path == Path::none ? "any" : to_string(o.path)},
       {"provider", o.provider.empty() ? "any" : o.provider},
       {"load_store", o.load_store ? "yes" : "no"},
@@ -135,6 +147,7 @@ void Comm::Implementation::open_providers() {
   }
   chosen.queues = static_cast<std::uint32_t>(queues);
   chosen.peers = static_cast<std::uint32_t>(ranks);
+  chosen.gpu = options.gpu;
   const SoftnicOptions& s = options.softnic;
   chosen.seed = s.seed + static_cast<std::uint64_t>(rank);
   chosen.strict = s.strict;
@@ -144,6 +157,7 @@ void Comm::Implementation::open_providers() {
   chosen.faults.drop = s.drop;
   chosen.faults.error_at = s.error_at;
   chosen.faults.flush_at = s.flush_at;
+  chosen.faults.stall_at = s.stall_at;
   chosen.faults.credit = s.credit;
   chosen.faults.slow_doorbell_passes = s.slow_doorbell;
   chosen.faults.late_placement = s.late_placement;
@@ -152,7 +166,9 @@ void Comm::Implementation::open_providers() {
     const provider::Factory& factory = provider::factories()[i];
     const bool wished = options.provider == factory.name;
     if (!options.provider.empty() && !wished) continue;
-    const std::string lacking = factory.probe();
+    const std::string lacking = options.gpu >= 0 && !factory.gpu_memory
+                                    ? "it does not reach the memory of a GPU"
+                                    : factory.probe();
     if (lacking.empty()) {
       providers[i] = factory.open(chosen);
     } else if (wished) {
@@ -167,14 +183,31 @@ void Comm::Implementation::make_control_memory() {
   words = static_cast<std::uint32_t>(DeviceComm::control_words(options.signals, options.barriers));
   const std::size_t bytes = 8ull * (words + static_cast<std::size_t>(ranks));
   control = memory::SharedSegment(fmt::format("belfry-control-{}", rank), bytes);
+  struct Names {
+    memory::SegmentName control;
+    memory::GpuName signals;
+  } mine{control.name(), {}};
+  if (options.gpu >= 0) {
+    if (const std::string lacking = memory::gpu_support(options.gpu); !lacking.empty()) {
+      throw Error(fmt::format("option gpu on rank {}", rank), lacking, "a GPU to use",
+                  "correct the option, or leave it out for kernels on the host executor");
+    }
+    gpu = std::make_unique<OnGpu>();
+    gpu->device = options.gpu;
+    gpu->signals = memory::GpuBlock(gpu->device, bytes);
+    mine.signals = gpu->signals.name();
+  }
   // The first use of load/store access is also its test.
-  const auto names = bootstrap->allgather_value(control.name());
+  const auto names = bootstrap->allgather_value(mine);
   reachable.assign(static_cast<std::size_t>(ranks), false);
+  peer_controls.resize(static_cast<std::size_t>(ranks));
   for (int peer = 0; peer < ranks; ++peer) {
-    if (!options.load_store || bootstrap->host(peer) != bootstrap->host()) continue;
+    const auto p = static_cast<std::size_t>(peer);
+    if (bootstrap->host(peer) != bootstrap->host()) continue;
     try {
-      reachable[static_cast<std::size_t>(peer)] =
-          memory::map_remote(names[static_cast<std::size_t>(peer)]) != nullptr;
+      peer_controls[p] = memory::map_remote(names[p].control);
+      if (gpu != nullptr) (void)memory::map_gpu(names[p].signals, gpu->device);
+      reachable[p] = options.load_store;
     } catch (const Error&) {
       // Then the pair uses a NIC; choose() says so.
     }
@@ -216,7 +249,19 @@ void Comm::Implementation::make_tables() {
   window_peers.resize(options.windows * n);
   for (std::size_t i = 0; i < options.windows; ++i) window_views[i].peers = &window_peers[i * n];
   routes.resize(options.contexts * n);
-  counters.resize(options.counters);
+  own_counters.resize(options.counters);
+  counters = own_counters.data();
+  if (gpu != nullptr) {
+    // The CPU counts what it posts for a kernel, and a CPU cannot write to a GPU's memory: then
+    // the counters lie with it, and kernels poll over PCIe.
+    const bool cpu_counts = std::any_of(choices.begin(), choices.end(), [](const auto& choice) {
+      return choice.nic != Path::none && choice.nic != Path::direct;
+    });
+    const std::size_t counter_bytes = options.counters * sizeof(std::uint64_t);
+    gpu->shared = memory::PinnedBlock(sizeof(SharedWords) + (cpu_counts ? counter_bytes : 0));
+    shared = new (gpu->shared.data()) SharedWords;
+    counters = cpu_counts ? reinterpret_cast<std::uint64_t*>(shared + 1) : nullptr;
+  }
   epochs.resize(static_cast<std::size_t>(team_kinds) * options.barriers);
   team_lists[0].clear();
   // Ranks of one host that offer loads and stores to each other are one lsa team; a rail is the
@@ -246,8 +291,8 @@ void Comm::Implementation::make_tables() {
   view.magic = device_comm_magic;
   view.version = device_comm_version;
   view.struct_bytes = sizeof(DeviceComm);
-  missing = static_cast<std::uint32_t>(ranks) - 1;
-  view.scope = {&abort_word, &error_record, &missing,
+  shared->missing = static_cast<std::uint32_t>(ranks) - 1;
+  view.scope = {&shared->abort, &shared->error, &shared->missing,
                 static_cast<std::uint64_t>(options.timeout.count()),
                 static_cast<std::uint64_t>(options.startup_timeout.count())};
   view.rank = rank;
@@ -260,15 +305,87 @@ void Comm::Implementation::make_tables() {
   view.signal_words = words;
   view.window_table = window_views.data();
   view.routes = routes.data();
-  view.local_signals = static_cast<std::uint64_t*>(control.data());
-  view.local_counters = counters.data();
+  view.local_signals =
+      static_cast<std::uint64_t*>(gpu != nullptr ? gpu->signals.data() : control.data());
+  view.local_counters = counters;
   view.barrier_epochs = epochs.data();
-  view.entered = &entered;
+  view.entered = view.entered_here = &shared->entered;
   for (std::size_t kind = 0; kind < team_kinds; ++kind) {
     const auto& list = team_lists[kind];
     view.teams[kind] = {list.data(), static_cast<std::int32_t>(place(list, rank)),
                         static_cast<std::int32_t>(list.size())};
   }
+}
+
+// One block with everything that kernels only read, and what they alone write.
+void Comm::Implementation::make_gpu_tables() {
+  OnGpu& g = *gpu;
+  std::size_t bytes = 0;
+  const auto place = [&bytes](std::size_t count, std::size_t size) {
+    const std::size_t at = bytes;
+    bytes += (count * size + 63) / 64 * 64;
+    return at;
+  };
+  const std::size_t windows_at = place(window_views.size(), sizeof(WindowView));
+  const std::size_t peers_at = place(window_peers.size(), sizeof(WindowPeer));
+  const std::size_t routes_at = place(routes.size(), sizeof(Route));
+  const std::size_t teams_at = place(team_kinds * static_cast<std::size_t>(ranks), 4);
+  const std::size_t epochs_at = place(epochs.size(), 8);
+  const std::size_t entered_at = place(1, 4);
+  const std::size_t counters_at = place(options.counters, 8);
+  g.tables = memory::GpuBlock(g.device, bytes);
+  auto* base = static_cast<std::byte*>(g.tables.data());
+  g.windows = reinterpret_cast<WindowView*>(base + windows_at);
+  g.window_peers = reinterpret_cast<WindowPeer*>(base + peers_at);
+  g.routes = reinterpret_cast<Route*>(base + routes_at);
+  memory::copy_to_gpu(g.device, g.routes, routes.data(), routes.size() * sizeof(Route));
+  g.view = view;
+  g.view.window_table = g.windows;
+  g.view.routes = g.routes;
+  g.view.barrier_epochs = reinterpret_cast<std::uint64_t*>(base + epochs_at);
+  g.view.entered_here = reinterpret_cast<std::uint32_t*>(base + entered_at);
+  if (counters == nullptr) {
+    counters = reinterpret_cast<std::uint64_t*>(base + counters_at);
+    view.local_counters = g.view.local_counters = counters;
+  }
+  for (std::size_t kind = 0; kind < team_kinds; ++kind) {
+    auto* list =
+        reinterpret_cast<std::int32_t*>(base + teams_at) + kind * static_cast<std::size_t>(ranks);
+    memory::copy_to_gpu(g.device, list, team_lists[kind].data(), team_lists[kind].size() * 4);
+    g.view.teams[kind].ranks = list;
+  }
+  copy_window_to_gpu(control_window);
+}
+
+// The peers before the window itself, which says that they are there.
+void Comm::Implementation::copy_window_to_gpu(std::uint32_t id) {
+  OnGpu& g = *gpu;
+  if (g.windows == nullptr) return;  // window 0, before there are tables
+  const std::size_t first = id * static_cast<std::size_t>(ranks);
+  memory::copy_to_gpu(g.device, g.window_peers + first, &window_peers[first],
+                      static_cast<std::size_t>(ranks) * sizeof(WindowPeer));
+  WindowView window = window_views[id];
+  window.peers = g.window_peers + first;
+  memory::copy_to_gpu(g.device, g.windows + id, &window, sizeof(window));
+}
+
+void Comm::Implementation::start_progress() {
+  if (gpu == nullptr) {
+    poller = simt::add_poller(fmt::format("comm rank {}", rank), [this] { return progress(); });
+    return;
+  }
+  gpu->progress = std::thread([this] {
+    using namespace std::chrono_literals;
+    while (!gpu->ending.load(std::memory_order_relaxed)) {
+      if (progress()) continue;
+      if (!proxies.empty()) {
+        std::this_thread::yield();  // a command may come at any moment
+        continue;
+      }
+      attend();
+      std::this_thread::sleep_for(200us);
+    }
+  });
 }
 
 std::size_t Comm::Implementation::factory_index(const std::string& name) {
@@ -290,8 +407,8 @@ void Comm::Implementation::connect_queues() {
   config.collapsed = options.collapsed_cq;
   config.first_index = options.first_index;
   config.result_slots = options.result_slots;
-  config.counters = counters.data();
-  config.error = &error_record;
+  config.counters = counters;
+  config.error = &shared->error;
   host.resize(static_cast<std::size_t>(ranks));
   // queues[peer][0] is the CPU's; the others the contexts', empty where none is needed.
   std::vector<std::vector<provider::Queue*>> queues(static_cast<std::size_t>(ranks));
@@ -316,7 +433,7 @@ void Comm::Implementation::connect_queues() {
       queues[p].push_back(queue.get());
       if (choice.nic == Path::direct) {
         route.send = queue->send_queue();
-        direct.push_back(std::move(queue));
+        direct.push_back({peer, std::move(queue)});
       } else if (choice.nic == Path::triggered) {
         triggered.push_back({context, peer, std::move(queue), 0});
       } else {

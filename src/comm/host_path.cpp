@@ -121,15 +121,15 @@ std::uint64_t Comm::read_signal(std::uint32_t id) const {
     throw Error("signal", std::to_string(id), fmt::format("0 to {}", self_->options.signals - 1),
                 "correct the id, or raise the option signals");
   }
-  return load<Order::acquire, Scope::system>(self_->view.local_signals + id);
+  return self_->read_word(self_->view.local_signals + id);
 }
 
 Status Comm::wait_signal(std::uint32_t id, std::uint64_t at_least) {
   (void)read_signal(id);
   self_->enter();
   const std::uint64_t* word = self_->view.local_signals + id;
-  return wait_until(self_->view.scope, "signal", id, -1, at_least, word,
-                    [&] { return reached(load<Order::acquire, Scope::system>(word), at_least); });
+  return wait_until(self_->view.scope, "signal", id, -1, at_least, self_->cpu_word(word),
+                    [&] { return reached(self_->read_word(word), at_least); });
 }
 
 std::uint64_t Comm::read_counter(std::uint32_t id) {
@@ -143,14 +143,15 @@ std::uint64_t Comm::read_counter(std::uint32_t id) {
     h.lock.unlock();
   }
   // Of a kernel that has ended nobody else takes in the completions.
-  for (const auto& q : self_->direct) queue::poll(*q->send_queue());
-  return load<Order::acquire, Scope::system>(self_->view.local_counters + id);
+  for (const Direct& d : self_->direct) d.queue->poll();
+  return self_->read_word(self_->view.local_counters + id);
 }
 
 Status Comm::wait_counter(std::uint32_t id, std::uint64_t at_least) {
   (void)read_counter(id);
   self_->enter();
-  return wait_until(self_->view.scope, "counter", id, -1, at_least, self_->view.local_counters + id,
+  return wait_until(self_->view.scope, "counter", id, -1, at_least,
+                    self_->cpu_word(self_->view.local_counters + id),
                     [&] { return reached(read_counter(id), at_least); });
 }
 

@@ -3,16 +3,19 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "belfry/comm.hpp"
 #include "belfry/simt.hpp"
+#include "memory/gpu.hpp"
 #include "memory/shared_segment.hpp"
 #include "path/choose.hpp"
 #include "path/proxy.hpp"
@@ -44,12 +47,57 @@ struct HostQueue {
   YieldingLock order;                 // held for one whole operation
 };
 
+// A queue that kernels drive.
+struct Direct {
+  int peer;
+  std::unique_ptr<provider::Queue> queue;
+};
+
 // A queue whose requests the CPU builds ahead of time.
 struct Triggered {
   std::uint32_t context;
   int peer;
   std::unique_ptr<provider::Queue> queue;
   std::uint64_t next_cqe;
+};
+
+// This rank's part of a window, and what it lies in: one of the two, or the caller's own memory.
+struct WindowMemory {
+  std::byte* data = nullptr;
+  std::uint64_t bytes = 0;
+  const memory::SharedSegment* segment = nullptr;
+  const memory::GpuBlock* block = nullptr;
+
+  WindowMemory(std::byte* data_, std::uint64_t bytes_) : data(data_), bytes(bytes_) {}
+  explicit WindowMemory(const memory::SharedSegment& s)
+      : data(static_cast<std::byte*>(s.data())), bytes(s.size()), segment(&s) {}
+  explicit WindowMemory(const memory::GpuBlock& b)
+      : data(static_cast<std::byte*>(b.data())), bytes(b.size()), block(&b) {}
+};
+
+// What kernels and the CPU both read and write.
+struct SharedWords {
+  ErrorRecord error{};
+  alignas(64) std::uint32_t abort = 0;
+  std::uint32_t missing = 0;  // ranks that have not entered a kernel
+  alignas(64) std::uint32_t entered = 0;
+};
+
+// What a communicator on a GPU has besides: kernels read their tables there, since a load of host
+// memory takes a microsecond, and the CPU keeps its own.
+struct OnGpu {
+  int device = 0;
+  memory::PinnedBlock shared;  // SharedWords, and the counters where a CPU counts
+  memory::GpuBlock signals;    // window 0
+  memory::GpuBlock tables;     // windows, their peers, routes, teams; epochs, entered, counters
+  DeviceComm view{};           // as kernels get it
+  WindowView* windows = nullptr;
+  WindowPeer* window_peers = nullptr;
+  Route* routes = nullptr;
+  // Takes the place of the executor's poller: kernels of a GPU need no thread of this process, and
+  // so none would run the poller while it waits for one.
+  std::atomic<bool> ending{false};
+  std::thread progress;
 };
 
 struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation> {
@@ -64,6 +112,15 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void make_control_memory();
   void choose_paths();
   void make_tables();
+  void make_gpu_tables();
+  void copy_window_to_gpu(std::uint32_t id);
+  void start_progress();
+  // A word that kernels poll, wherever it lies.
+  std::uint64_t read_word(const std::uint64_t* word) const;
+  // The same word for a report of who waits for what: null where the CPU cannot read it.
+  const std::uint64_t* cpu_word(const std::uint64_t* word) const {
+    return gpu == nullptr ? word : nullptr;
+  }
   void connect_queues();
   void connect_to_peers(const std::vector<std::vector<provider::Queue*>>& queues);
   static std::size_t factory_index(const std::string& provider);  // their number: none such
@@ -71,12 +128,12 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
 
   // Collective: registers, exchanges, maps.
   // `trouble`: this rank has failed already, and says so to the others before it is thrown.
-  void publish_window(std::uint32_t id, std::byte* data, std::uint64_t bytes,
-                      const memory::SharedSegment* segment, std::exception_ptr trouble);
+  void publish_window(std::uint32_t id, const WindowMemory& memory, std::exception_ptr trouble);
   void withdraw_window(std::uint32_t id) noexcept;
   Window make_window(void* memory, std::uint64_t bytes);
 
   bool progress();
+  bool present(int peer) const;
   void attend();
   void announce();
   void settle();
@@ -84,7 +141,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void collect_reports();
   void add_pending(std::vector<std::string>& lines) const;
   void notice(const Failure& failure);
-  void enter() { store<Order::relaxed, Scope::system>(&entered, 1u); }
+  void enter() { store<Order::relaxed, Scope::system>(&shared->entered, 1u); }
   Status wait_host(int peer, std::uint64_t end);
   [[noreturn]] void refuse(const queue::Command& command, int peer,
                            const post::Resolved& resolved) const;
@@ -99,28 +156,30 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
 
   // What kernels see.
   DeviceComm view{};
-  ErrorRecord error_record{};
-  std::uint32_t abort_word = 0;
-  std::uint32_t missing = 0;
-  std::uint32_t entered = 0;
+  SharedWords own_shared;
+  SharedWords* shared = &own_shared;
   std::vector<WindowView> window_views;
   std::vector<WindowPeer> window_peers;
   std::vector<Route> routes;
-  std::vector<std::uint64_t> counters;
+  std::vector<std::uint64_t> own_counters;
+  std::uint64_t* counters = nullptr;
   std::vector<std::uint64_t> epochs;
   std::array<std::vector<std::int32_t>, team_kinds> team_lists;
 
   std::vector<std::unique_ptr<provider::Provider>> providers;  // by factory; null: not here
+  std::unique_ptr<OnGpu> gpu;
   memory::SharedSegment control;
   std::uint32_t words = 0;  // signals in `control`; the ranks' presence follows them
+  // The peers' `control`, by peer: null where it cannot be mapped.
+  std::vector<std::shared_ptr<memory::Mapping>> peer_controls;
   std::vector<bool> reachable;
   std::vector<path::Offer> offers;
   std::vector<path::Choice> choices;  // by peer
 
   std::map<std::uint32_t, std::vector<std::pair<std::size_t, std::uint32_t>>> window_keys;
-  std::map<std::uint32_t, std::vector<std::shared_ptr<memory::Mapping>>> window_mappings;
+  std::map<std::uint32_t, std::vector<std::shared_ptr<void>>> window_mappings;
   std::vector<HostQueue> host;  // by peer
-  std::vector<std::unique_ptr<provider::Queue>> direct;
+  std::vector<Direct> direct;
   std::vector<Triggered> triggered;
   std::vector<std::unique_ptr<path::ProxyChannel>> proxies;
   YieldingLock prepare_lock;

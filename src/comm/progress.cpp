@@ -47,10 +47,10 @@ void Comm::Implementation::attend() {
 
 // A failure of this rank is news to the others, once.
 void Comm::Implementation::tell_failure() {
-  if (load<Order::acquire, Scope::system>(&error_record.state) != 2 || told) return;
+  if (load<Order::acquire, Scope::system>(&shared->error.state) != 2 || told) return;
   told = true;
   collect_reports();
-  std::string text = sentence(error_record);
+  std::string text = sentence(shared->error);
   {
     const std::lock_guard guard(notes_mutex);
     // What the NIC said first is nearest to the cause.
@@ -70,25 +70,45 @@ void Comm::Implementation::collect_reports() {
   }
 }
 
+// Whether a peer has entered a kernel. A GPU's rank on another host cannot say so to a CPU here:
+// it is taken for present, and a wait's deadline starts with the wait.
+bool Comm::Implementation::present(int peer) const {
+  if (gpu != nullptr && peer_controls[static_cast<std::size_t>(peer)] == nullptr) return true;
+  const auto* presence = static_cast<const std::uint64_t*>(control.data()) + words;
+  return load<Order::relaxed, Scope::system>(presence + peer) != 0;
+}
+
+std::uint64_t Comm::Implementation::read_word(const std::uint64_t* word) const {
+  if (gpu == nullptr) return load<Order::acquire, Scope::system>(word);
+  std::uint64_t value = 0;
+  memory::copy_from_gpu(gpu->device, &value, word, sizeof(value));
+  return value;
+}
+
 // Tells the peers that this rank has entered a kernel, and counts those that have.
 void Comm::Implementation::announce() {
-  if (missing != 0) {
+  if (shared->missing != 0) {
     std::uint32_t absent = 0;
-    const auto* presence = view.local_signals + words;
     for (int peer = 0; peer < ranks; ++peer) {
-      if (peer != rank && load<Order::relaxed, Scope::system>(presence + peer) == 0) ++absent;
+      if (peer != rank && !present(peer)) ++absent;
     }
-    store<Order::relaxed, Scope::system>(&missing, absent);
+    store<Order::relaxed, Scope::system>(&shared->missing, absent);
   }
-  if (announced == ranks || load<Order::relaxed, Scope::system>(&entered) == 0) return;
+  if (announced == ranks || load<Order::relaxed, Scope::system>(&shared->entered) == 0) return;
   const std::uint64_t offset = 8ull * (words + static_cast<std::uint64_t>(rank));
   // Written here alone; read by settle().
   for (; announced < ranks; store<Order::relaxed, Scope::device>(&announced, announced + 1)) {
     if (announced == rank) continue;
     const auto p = static_cast<std::size_t>(announced);
-    const WindowPeer& peer = window_views[control_window].peers[p];
-    if (peer.lsa != nullptr) {
-      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(peer.lsa + offset), 1u);
+    // Where signals lie in a GPU's memory, the host's part of `control` is for this alone.
+    std::byte* control_of_peer = window_views[control_window].peers[p].lsa;
+    if (gpu != nullptr) {
+      if (peer_controls[p] == nullptr) continue;
+      control_of_peer = static_cast<std::byte*>(peer_controls[p]->data());
+    }
+    if (control_of_peer != nullptr) {
+      store<Order::relaxed, Scope::system>(
+          reinterpret_cast<std::uint64_t*>(control_of_peer + offset), 1u);
       continue;
     }
     if (host[p].queue == nullptr || !host[p].lock.try_lock()) return;
@@ -116,7 +136,7 @@ void Comm::Implementation::notice(const Failure& failure) {
   if (!failure_text.empty()) return;
   failure_text = to_string(failure);
   if (failure.kind == Failure::Kind::reported && failure.reason.starts_with(abort_prefix)) {
-    store<Order::release, Scope::system>(&abort_word, 1u);
+    store<Order::release, Scope::system>(&shared->abort, 1u);
     return;
   }
   ErrorRecord record{};
@@ -124,7 +144,7 @@ void Comm::Implementation::notice(const Failure& failure) {
       failure.kind == Failure::Kind::reported ? ErrorReason::peer_failed : ErrorReason::peer_lost;
   record.peer = failure.rank;
   told = true;
-  raise(&error_record, record);
+  raise(&shared->error, record);
 }
 
 std::string Comm::Implementation::sentence(const ErrorRecord& record) {
@@ -147,9 +167,9 @@ std::string Comm::Implementation::sentence(const ErrorRecord& record) {
 }
 
 std::optional<ErrorRecord> Comm::error() const {
-  if (load<Order::acquire, Scope::system>(&self_->error_record.state) != 2) return std::nullopt;
+  if (load<Order::acquire, Scope::system>(&self_->shared->error.state) != 2) return std::nullopt;
   // Field by field: raise() may still try for `state`, which no later failure gets.
-  const ErrorRecord& found = self_->error_record;
+  const ErrorRecord& found = self_->shared->error;
   return ErrorRecord{
       2,           found.reason,   found.operation,       found.peer,  found.context, found.queue,
       found.index, found.syndrome, found.vendor_syndrome, found.detail};
@@ -158,10 +178,10 @@ std::optional<ErrorRecord> Comm::error() const {
 Health Comm::health() {
   Implementation& self = *self_;
   Health health;
-  const std::uint64_t* presence = self.view.local_signals + self.words;
   for (int peer = 0; peer < self.ranks; ++peer) {
-    const bool in = peer == self.rank ? load<Order::relaxed, Scope::system>(&self.entered) != 0
-                                      : load<Order::relaxed, Scope::system>(presence + peer) != 0;
+    const bool in = peer == self.rank
+                        ? load<Order::relaxed, Scope::system>(&self.shared->entered) != 0
+                        : self.present(peer);
     if (!in) health.not_in_kernel.push_back(peer);
   }
   health.status = interrupted(self.view.scope);
@@ -183,25 +203,19 @@ Health Comm::health() {
 
 // Queues in which something has been posted and not completed, for whoever looks at a hang.
 void Comm::Implementation::add_pending(std::vector<std::string>& lines) const {
-  auto add = [&](const char* what, int peer, const queue::SendQueue* q) {
-    if (q == nullptr) return;
-    const std::uint64_t reserved = load<Order::relaxed, Scope::device>(&q->reserved);
-    const std::uint64_t ready = load<Order::relaxed, Scope::device>(&q->ready);
-    const std::uint64_t rung = load<Order::relaxed, Scope::device>(&q->rung);
-    const std::uint64_t completed = load<Order::relaxed, Scope::device>(&q->completed);
-    if (reserved == completed) return;
+  auto add = [&](const char* what, int peer, provider::Queue* queue) {
+    if (queue == nullptr) return;
+    const provider::QueueState q = queue->state();
+    if (q.reserved == q.completed) return;
     lines.push_back(fmt::format(
         "{} queue 0x{:x} to rank {}: blocks {} completed, {} announced, {} built, {} taken", what,
-        q->qpn, peer, completed, rung, ready, reserved));
+        q.qpn, peer, q.completed, q.rung, q.ready, q.reserved));
   };
-  for (std::size_t i = 0; i < routes.size(); ++i) {
-    add("direct", static_cast<int>(i % static_cast<std::size_t>(ranks)), routes[i].send);
-  }
-  for (const Triggered& t : triggered) add("triggered", t.peer, t.queue->send_queue());
+  for (const Direct& d : direct) add("direct", d.peer, d.queue.get());
+  for (const Triggered& t : triggered) add("triggered", t.peer, t.queue.get());
+  for (const auto& channel : proxies) add("proxy", channel->peer(), &channel->queue());
   for (std::size_t peer = 0; peer < host.size(); ++peer) {
-    if (host[peer].queue != nullptr) {
-      add("host", static_cast<int>(peer), host[peer].queue->send_queue());
-    }
+    add("host", static_cast<int>(peer), host[peer].queue.get());
   }
 }
 

@@ -15,12 +15,16 @@ namespace {
 
 constexpr std::size_t max_providers = 8;
 
+// How ranks of other processes reach a window's memory by loads and stores.
+enum class Sharing : std::uint32_t { no, segment, gpu };
+
 // A rank's part of a window, as it is exchanged.
 struct WindowOffer {
   std::uint64_t bytes = 0;
   std::uint32_t id = 0;
-  std::uint32_t shared = 0;
+  Sharing shared = Sharing::no;
   memory::SegmentName segment;
+  memory::GpuName block;
   std::uint64_t local = 0;  // the address in its own process
   std::uint32_t pid = 0;
   std::uint32_t reserved = 0;
@@ -33,20 +37,26 @@ struct WindowOffer {
 
 }  // namespace
 
-void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std::uint64_t bytes,
-                                          const memory::SharedSegment* segment,
+void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& memory,
                                           std::exception_ptr trouble) {
+  std::byte* const data = memory.data;
+  const std::uint64_t bytes = memory.bytes;
   WindowOffer mine;
   mine.bytes = bytes;
   mine.id = id;
-  mine.shared = segment != nullptr ? 1 : 0;
-  if (segment != nullptr) mine.segment = segment->name();
+  if (memory.segment != nullptr) {
+    mine.shared = Sharing::segment;
+    mine.segment = memory.segment->name();
+  } else if (memory.block != nullptr && *memory.block) {
+    mine.shared = Sharing::gpu;
+    mine.block = memory.block->name();
+  }
   mine.local = reinterpret_cast<std::uint64_t>(data);
   mine.pid = memory::own_pid();
   mine.start_time = memory::own_start_time();
   WindowView& window = window_views[id];
   std::vector<std::pair<std::size_t, std::uint32_t>> keys;
-  std::vector<std::shared_ptr<memory::Mapping>> mappings;
+  std::vector<std::shared_ptr<void>> mappings;
   // What goes wrong here is told to the others in the exchange: they must not wait for this rank,
   // nor go on without it.
   auto together = [&](std::uint32_t failed, std::span<const std::uint32_t> theirs) {
@@ -64,7 +74,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
         if (providers[i] == nullptr) continue;
         // Signals ride only registrations that keep order.
         const provider::Registration r =
-            providers[i]->register_memory(data, bytes, segment, id == control_window);
+            providers[i]->register_memory(data, bytes, memory.segment, id == control_window);
         keys.emplace_back(i, r.lkey);
         mine.address[i] = r.address;
         mine.rkey[i] = r.rkey;
@@ -99,12 +109,19 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
       }
       if (!choice.lsa) continue;
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
-      if (offer.shared != 0 && trouble == nullptr) {
+      if (offer.shared != Sharing::no && trouble == nullptr) {
         // Held also for a rank of this process: a job that was aborted ends rank by rank, and a
         // kernel may still store to one that is gone.
         try {
-          mappings.push_back(memory::map_remote(offer.segment));
-          entry.lsa = static_cast<std::byte*>(mappings.back()->data());
+          if (offer.shared == Sharing::gpu) {
+            auto mapping = memory::map_gpu(offer.block, options.gpu);
+            entry.lsa = static_cast<std::byte*>(mapping->data());
+            mappings.push_back(std::move(mapping));
+          } else {
+            auto mapping = memory::map_remote(offer.segment);
+            entry.lsa = static_cast<std::byte*>(mapping->data());
+            mappings.push_back(std::move(mapping));
+          }
         } catch (const std::exception& e) {
           trouble = std::make_exception_ptr(Error(fmt::format("window {} of rank {}", id, peer),
                                                   e.what(), "memory that can be mapped",
@@ -126,10 +143,16 @@ void Comm::Implementation::publish_window(std::uint32_t id, std::byte* data, std
   window.bytes = bytes;
   // Release: a kernel that was told of the window sees its entries.
   store<Order::release, Scope::system>(&window.valid, 1u);
+  if (gpu != nullptr) copy_window_to_gpu(id);
 }
 
 void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
   store<Order::release, Scope::system>(&window_views[id].valid, 0u);
+  try {
+    if (gpu != nullptr) copy_window_to_gpu(id);
+  } catch (const std::exception&) {
+    // The GPU has failed: no kernel reads its tables any more.
+  }
   // A proxy that looked the window up before may be reading a source in it now; only after a
   // failure is there still a command that names it. The poller never waits, so this is short.
   fence<Order::seq_cst, Scope::system>();
@@ -148,6 +171,7 @@ void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
 struct Window::State {
   std::weak_ptr<Comm::Implementation> comm;
   memory::SharedSegment segment;
+  memory::GpuBlock block;
   std::uint32_t id = 0;
   ~State() {
     if (const auto alive = comm.lock()) alive->withdraw_window(id);
@@ -174,17 +198,23 @@ Window Comm::Implementation::make_window(void* memory, std::uint64_t bytes) {
       throw Error("windows", fmt::format("{} in use", options.windows - 1), "a free one",
                   "destroy one, or raise the option windows");
     }
-    if (memory == nullptr) {
+    if (memory != nullptr) {
+      window.data_ = static_cast<std::byte*>(memory);
+    } else if (gpu != nullptr) {
+      state->block = memory::GpuBlock(gpu->device, bytes);
+      window.data_ = static_cast<std::byte*>(state->block.data());
+    } else {
       state->segment = memory::SharedSegment(fmt::format("belfry-window-{}-{}", rank, id), bytes);
       window.data_ = static_cast<std::byte*>(state->segment.data());
-    } else {
-      window.data_ = static_cast<std::byte*>(memory);
     }
   } catch (const std::exception&) {
     trouble = std::current_exception();
     id = 0;  // of no window that could be made here
   }
-  publish_window(id, window.data_, bytes, memory == nullptr ? &state->segment : nullptr, trouble);
+  WindowMemory part{window.data_, bytes};
+  if (state->segment) part.segment = &state->segment;
+  if (state->block) part.block = &state->block;
+  publish_window(id, part, trouble);
   state->id = id;
   state->comm = weak_from_this();
   window.id_ = id;

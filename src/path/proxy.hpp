@@ -27,6 +27,7 @@ class ProxyChannel {
   // What kernels push to.
   queue::CommandRing* ring();
   provider::Queue& queue() { return *queue_; }
+  int peer() const { return config_.peer; }
 
   // Posts what has arrived and mirrors what has completed. Never waits; true if it did work.
   // `comm` gives the windows; a command that does not fit them fills the error record.

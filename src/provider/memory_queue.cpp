@@ -78,6 +78,14 @@ bool MemoryQueue::post(const queue::Command& command, const post::Resolved& reso
   return post::submit_some(*send_, command, resolved, post::Doorbell::later, done, end);
 }
 
+QueueState MemoryQueue::state() {
+  const queue::SendQueue& q = *send_;
+  return {q.qpn, load<Order::relaxed, Scope::device>(&q.reserved),
+          load<Order::relaxed, Scope::device>(&q.ready),
+          load<Order::acquire, Scope::device>(&q.rung),
+          load<Order::relaxed, Scope::device>(&q.completed)};
+}
+
 void MemoryQueue::ring() {
   queue::try_ring(*send_, load<Order::relaxed, Scope::device>(&send_->ready));
 }

@@ -14,6 +14,7 @@ class MemoryQueue : public Queue {
  public:
   explicit MemoryQueue(const QueueConfig& config);
 
+  QueueState state() override;
   queue::SendQueue* send_queue() final { return send_; }
   bool post(const queue::Command& command, const post::Resolved& resolved, std::uint64_t& done,
             std::uint64_t& end) final;

@@ -37,6 +37,12 @@ struct QueueConfig {
   ErrorRecord* error = nullptr;
 };
 
+// How far a queue is, in blocks.
+struct QueueState {
+  std::uint32_t qpn = 0;
+  std::uint64_t reserved = 0, ready = 0, rung = 0, completed = 0;
+};
+
 // One connection to one peer. The calls that post and poll are for the CPU and never wait; one
 // thread at a time.
 class Queue {
@@ -51,6 +57,10 @@ class Queue {
 
   // The queue in memory for whoever drives it in place of the CPU; nullptr when there is none.
   virtual queue::SendQueue* send_queue() = 0;
+
+  // How far it is, for the CPU: also of a queue in the memory of a GPU, whose send_queue() is an
+  // address of that GPU.
+  virtual QueueState state() = 0;
 
   // Posts what fits now of one operation; `done` is its progress, 0 at first. True when all of it
   // is posted: `end` then completes it. False: again later, nothing is lost; if `done` moved, `end`
@@ -76,6 +86,7 @@ struct Options {
   std::uint64_t seed = 1;
   bool strict = true;
   bool trace = false;
+  std::int32_t gpu = -1;  // whose memory it must reach; -1: the host's
   softnic::Faults faults;
 };
 
@@ -104,6 +115,7 @@ struct Factory {
   const char* name;
   const char* what;  // "rdma-core with DEVX: ConnectX-6 Dx and later"
   bool device_queues;
+  bool gpu_memory;  // reaches the memory of a GPU, and puts the queues there that a GPU drives
   // Empty when it can work here; else what is missing and how to get it.
   std::string (*probe)();
   std::unique_ptr<Provider> (*open)(const Options& options);

@@ -13,10 +13,10 @@ std::unique_ptr<Provider> none(const Options&) { return nullptr; }
 
 std::span<const Factory> factories() {
   static const std::array<Factory, 4> list{{
-      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, not_built, none},
-      {"verbs", "libibverbs: any RDMA NIC", false, not_built, none},
-      {"fabric", "libfabric: EFA, tcp, shm", false, not_built, none},
-      {"soft", "SoftNIC: a NIC in software, between processes of one host", true, probe_soft,
+      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, false, not_built, none},
+      {"verbs", "libibverbs: any RDMA NIC", false, false, not_built, none},
+      {"fabric", "libfabric: EFA, tcp, shm", false, false, not_built, none},
+      {"soft", "SoftNIC: a NIC in software, between processes of one host", true, false, probe_soft,
        open_soft},
   }};
   return list;

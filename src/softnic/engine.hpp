@@ -16,7 +16,8 @@
 //   when the answer has come void warn(qp)                   the peer's QP is to fail: it was asked
 //   for something illegal EngineCq* cq(cqn)               null when there is none void
 //   state_changed(qp)          publishes qp.state to peers void trace(Stage, qpn, index); void
-//   report(ReportKind, qpn, index, a, b, c, d); Counters& counters();
+//   report(ReportKind, qpn, index, a, b, c, d); Counters& counters(); and, if it can do better than
+//   one thread's loop, void copy(target, source, bytes), with the guarantees of place().
 #pragma once
 
 #include <cstddef>
@@ -91,7 +92,7 @@ struct EngineOptions {
   std::uint32_t credit;
   std::uint64_t delay, drop, reorder;
   std::uint32_t delay_passes, drop_passes, late_placement_passes, slow_doorbell_passes;
-  std::uint32_t error_at, flush_at, fault_qpn;
+  std::uint32_t error_at, flush_at, stall_at, fault_qpn;
   std::uint32_t patience_passes;
   std::uint64_t patience_ns, service_deadline_ns;
 };
@@ -226,6 +227,17 @@ BELFRY_HOST_DEVICE inline void place(void* target, const void* source, std::uint
     for (; at + 8 <= bytes; at += 8) place_unit<Order::release, std::uint64_t>(to + at, from + at);
   }
   for (; at < bytes; ++at) place_unit<Order::release, std::uint8_t>(to + at, from + at);
+}
+
+// As place(), by whatever the environment has to move bytes with, if it has anything.
+template <class Env>
+BELFRY_HOST_DEVICE BELFRY_INLINE void place_by(Env& env, void* target, const void* source,
+                                               std::uint64_t bytes) {
+  if constexpr (requires { env.copy(target, source, bytes); }) {
+    env.copy(target, source, bytes);
+  } else {
+    place(target, source, bytes);
+  }
 }
 
 // Of bytes that must not change; not of anything an adversary chooses.
@@ -603,9 +615,9 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
     for_each_piece(pieces, qp.moved, bytes,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
                      if (write) {
-                       place(remote.pointer + at, data, n);
+                       place_by(env, remote.pointer + at, data, n);
                      } else {
-                       place(data, remote.pointer + at, n);
+                       place_by(env, data, remote.pointer + at, n);
                      }
                    });
     qp.moved += bytes;
@@ -990,6 +1002,13 @@ BELFRY_HOST_DEVICE bool survives_faults(Env& env, EngineQp& qp, Wqe& wqe, Result
       result = waiting();
       return false;
     }
+    if (here && o.stall_at != 0 && qp.ordinal == o.stall_at) {
+      // A pass that never comes: only RST, or ERR, takes the WQE out of the queue's hands.
+      qp.phase = Phase::held;
+      qp.resume_pass = ~0ull;
+      result = waiting();
+      return false;
+    }
     if (draw(env, o.delay)) {
       qp.phase = Phase::held;
       qp.resume_pass = env.pass() + 1 + env.random() % o.delay_passes;
@@ -1258,9 +1277,9 @@ BELFRY_HOST_DEVICE bool flush(Env& env, EngineQp& qp) {
   return worked;
 }
 
-// One turn of a queue that may have work. True when it did some.
+// One turn of a queue that may have work, of at most `most` WQEs. True when it did some.
 template <class Env>
-BELFRY_HOST_DEVICE bool serve_queue(Env& env, EngineQp& qp) {
+BELFRY_HOST_DEVICE bool serve_queue(Env& env, EngineQp& qp, std::uint32_t most = turn_wqes) {
   if (qp.state == QpState::err) return flush(env, qp);
   if (qp.state != QpState::rts && qp.state != QpState::sqd) return false;
   const EngineOptions& options = env.options();
@@ -1293,8 +1312,7 @@ BELFRY_HOST_DEVICE bool serve_queue(Env& env, EngineQp& qp) {
 
   bool worked = false;
   const std::uint64_t bytes_before = env.counters().bytes;
-  std::uint32_t budget =
-      options.credit != 0 && options.credit < turn_wqes ? options.credit : turn_wqes;
+  std::uint32_t budget = options.credit != 0 && options.credit < most ? options.credit : most;
   while (budget-- != 0 && qp.consumer != qp.producer) {
     if (!step(env, qp, worked)) break;
     if (env.counters().bytes - bytes_before >= turn_bytes) break;

@@ -545,10 +545,11 @@ void SoftNic::Implementation::apply(const Faults& f) {
   option.error_at = f.error_at;
   option.error_syndrome = f.error_syndrome;
   option.flush_at = f.flush_at;
+  option.stall_at = f.stall_at;
   option.fault_qpn = f.fault_qpn;
   option.credit = f.credit;
   option.faulty = option.delay != 0 || option.drop != 0 || option.late_placement ||
-                  option.error_at != 0 || option.flush_at != 0;
+                  option.error_at != 0 || option.flush_at != 0 || option.stall_at != 0;
 }
 
 // ---- Peers ----

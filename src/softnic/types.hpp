@@ -129,7 +129,8 @@ struct Faults {
   std::uint32_t error_at = 0;      // the n-th WQE (from 1) of each QP fails ...
   mlx5::Syndrome error_syndrome = mlx5::Syndrome::remote_operation;  // ... like this
   std::uint32_t flush_at = 0;   // at the n-th WQE the QP goes to ERR with no error of its own
-  std::uint32_t fault_qpn = 0;  // error_at and flush_at: this QP only; 0 = every QP
+  std::uint32_t stall_at = 0;   // the n-th WQE is fetched and never runs, nor what is behind it
+  std::uint32_t fault_qpn = 0;  // error_at, flush_at and stall_at: this QP only; 0 = every QP
   std::uint32_t credit = 0;     // at most this many WQEs per QP and pass
   std::uint32_t slow_doorbell_passes = 0;  // a ring is noticed up to this many passes late
   bool late_placement = false;  // payloads of WRITEs are placed at the last legal moment (F10)

@@ -171,6 +171,7 @@ class Moody final : public provider::Queue {
   provider::Blob address() const override { return {}; }
   void connect(std::span<const std::byte>, std::span<const std::byte>) override {}
   queue::SendQueue* send_queue() override { return nullptr; }
+  provider::QueueState state() override { return {}; }
   bool post(const queue::Command& command, const post::Resolved&, std::uint64_t& done,
             std::uint64_t& end) override {
     // Again, a few times, at the command with this number; and half of it first.

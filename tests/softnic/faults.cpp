@@ -126,6 +126,94 @@ TEST(Faults, flush_ends_a_queue_without_an_error_of_its_own) {
   }
 }
 
+TEST(Faults, a_stalled_wqe_is_fetched_and_holds_all_behind_it) {
+  SideOptions options = faulty([](Faults& f) { f.stall_at = 3; });
+  options.nic.trace = true;
+  Pair pair(options);
+  complete(pair, pair.a, Wqe(Opcode::nop));
+  complete(pair, pair.a, Wqe(Opcode::nop));
+  pair.a.at(0) = 7;
+  const auto third = pair.a.queue.post(pair.a.write(pair.b, 0, 0, 8));
+  pair.a.queue.post(pair.a.fetch_add(pair.b, 8, 8, 1));
+  pair.passes(5000);
+  EXPECT_FALSE(pair.a.cq.poll());
+  EXPECT_EQ(pair.b.at(0), 0u);
+  EXPECT_EQ(pair.b.at(8), 0u);
+  EXPECT_EQ(pair.a.nic.statistics().wqes, 2u);
+  const QpStatus status = pair.a.nic.query_qp(pair.a.queue.qpn);
+  EXPECT_EQ(status.state, QpState::rts);
+  EXPECT_TRUE(pair.a.kinds().empty());
+  std::vector<Stage> stages;
+  for (const TraceEvent& e : pair.a.nic.take_trace()) {
+    if (e.index == third && e.stage != Stage::doorbell) stages.push_back(e.stage);
+  }
+  EXPECT_EQ(stages, std::vector{Stage::fetched});
+}
+
+TEST(Faults, a_stall_lasts_until_the_qp_is_reset_though_the_fault_is_lifted) {
+  Pair pair(faulty([](Faults& f) { f.stall_at = 1; }));
+  pair.a.at(0) = 7;
+  pair.a.queue.post(pair.a.write(pair.b, 0, 0, 8));
+  pair.passes(100);
+  pair.a.nic.set_faults({});
+  pair.passes(5000);
+  EXPECT_FALSE(pair.a.cq.poll());
+  EXPECT_EQ(pair.b.at(0), 0u);
+  pair.a.nic.modify_qp(pair.a.queue.qpn, QpState::rst);
+  pair.a.queue.producer = 0;
+  pair.a.queue.publish();
+  pair.a.queue.connect(pair.b.nic.address(), pair.b.queue.qpn);
+  complete(pair, pair.a, pair.a.write(pair.b, 0, 0, 8));
+  EXPECT_EQ(pair.b.at(0), 7u);
+}
+
+TEST(Faults, an_error_flushes_what_a_stall_holds) {
+  Pair pair(faulty([](Faults& f) { f.stall_at = 1; }));
+  for (int i = 0; i < 3; ++i) pair.a.queue.post(pair.a.write(pair.b, 0, 0, 8));
+  pair.passes(100);
+  pair.a.nic.modify_qp(pair.a.queue.qpn, QpState::err);
+  for (int i = 0; i < 3; ++i) {
+    const auto cqe = pair.next(pair.a);
+    ASSERT_TRUE(cqe);
+    EXPECT_EQ(cqe->counter, i);
+    EXPECT_EQ(cqe->syndrome, Syndrome::flushed);
+  }
+}
+
+TEST(Faults, a_stall_may_be_meant_for_one_queue_and_delays_no_other) {
+  Pair pair;
+  Queue second(pair.a.nic, pair.a.cq.number, 0), its_peer(pair.b.nic, pair.b.cq.number, 0);
+  second.connect(pair.b.nic.address(), its_peer.qpn);
+  its_peer.connect(pair.a.nic.address(), second.qpn);
+  Faults faults;
+  faults.stall_at = 1;
+  faults.fault_qpn = pair.a.queue.qpn;
+  pair.a.nic.set_faults(faults);
+  pair.a.queue.post(Wqe(Opcode::nop));
+  for (int i = 0; i < 100; ++i) {
+    second.post(Wqe(Opcode::nop));
+    const auto cqe = pair.next(pair.a);
+    ASSERT_TRUE(cqe);
+    EXPECT_EQ(cqe->qpn, second.qpn);
+  }
+}
+
+TEST(Faults, a_stalled_queue_still_receives) {
+  SideOptions stalls = faulty([](Faults& f) { f.stall_at = 1; });
+  stalls.queue.log2_receives = 4;
+  SideOptions plain;
+  plain.queue.log2_receives = 4;
+  Pair pair(stalls, plain);
+  pair.a.queue.post(Wqe(Opcode::nop));
+  pair.passes(100);
+  pair.a.queue.post_receive(pair.a.memory + 512, 8, pair.a.key.lkey);
+  complete(pair, pair.b, Wqe(Opcode::send).inline_data("hung", 5));
+  const auto received = pair.next(pair.a.receive_cq);
+  ASSERT_TRUE(received);
+  EXPECT_EQ(std::memcmp(pair.a.memory + 512, "hung", 5), 0);
+  EXPECT_FALSE(pair.a.cq.poll());
+}
+
 TEST(Faults, short_credit_consumes_a_few_wqes_a_pass) {
   Pair pair(faulty([](Faults& f) { f.credit = 3; }));
   for (int i = 0; i < 30; ++i) pair.a.queue.post(Wqe(Opcode::nop));

@@ -15,6 +15,7 @@ struct BenchOptions {
   std::uint32_t contexts = 1;
   std::uint64_t iterations = 0;  // 0: the benchmark's own
   std::string json;
+  std::string gpu = "auto";  // on, off
 };
 
 // Each returns the exit code; throws belfry::Error.

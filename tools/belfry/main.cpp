@@ -6,10 +6,28 @@
 #include "belfry/status.hpp"
 #include "bootstrap/launcher.hpp"
 #include "commands.hpp"
+#if defined(BELFRY_TOOL_HAS_GPU)
+#include "gpu_bench.hpp"
+#endif
+#include "memory/gpu.hpp"
 
 namespace {
 
 using belfry::tool::BenchOptions;
+
+// The benchmark on GPUs where they are asked for or found, else on the host executor.
+int on_gpu_or_host(const BenchOptions& options, const std::vector<std::string>& arguments,
+                   int (*on_gpu)(const BenchOptions&, const std::vector<std::string>&),
+                   int (*on_host)(const BenchOptions&, const std::vector<std::string>&)) {
+  const std::string lacking =
+      options.gpu == "off" ? "turned off by --gpu" : belfry::memory::gpu_support(0);
+  if (lacking.empty() && on_gpu != nullptr) return on_gpu(options, arguments);
+  if (options.gpu == "on") {
+    throw belfry::Error("--gpu", "on", "a GPU that this command can use: " + lacking,
+                        "see `belfry doctor`, or leave it out to measure the host executor");
+  }
+  return on_host(options, arguments);
+}
 
 void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
   command
@@ -34,6 +52,12 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
   command->add_option("--iterations", o.iterations,
                       "Iterations per figure; chosen by size when left out.");
   command->add_option("--json", o.json, "Also write the figures to this file.");
+  command
+      ->add_option("--gpu", o.gpu,
+                   "auto: kernels run on the GPUs where there are any, and on the host executor "
+                   "otherwise; on, off.")
+      ->capture_default_str()
+      ->check(CLI::IsMember({"auto", "on", "off"}));
 }
 
 }  // namespace
@@ -88,25 +112,34 @@ int main(int argc, char** argv) {
     const char* help;
     const char* sizes;
     int (*function)(const BenchOptions&, const std::vector<std::string>&);
+    int (*on_gpu)(const BenchOptions&, const std::vector<std::string>&);
   };
+#if defined(BELFRY_TOOL_HAS_GPU)
+  constexpr auto gpu_latency = belfry::tool::gpu_bench_latency;
+  constexpr auto gpu_bandwidth = belfry::tool::gpu_bench_bandwidth;
+#else
+  constexpr int (*gpu_latency)(const BenchOptions&, const std::vector<std::string>&) = nullptr;
+  constexpr auto gpu_bandwidth = gpu_latency;
+#endif
   static const Entry entries[] = {
       {"latency",
        "One-way latency of put with signal, per path and size, between ranks 0 and 1: p50 and p99, "
        "and the ratio to host.",
-       "4 B to 1 MiB by default.", belfry::tool::bench_latency},
+       "4 B to 1 MiB by default.", belfry::tool::bench_latency, gpu_latency},
       {"bandwidth", "Bandwidth of puts from rank 0 to rank 1, per path and size.",
-       "4 KiB to 4 MiB by default.", belfry::tool::bench_bandwidth},
+       "4 KiB to 4 MiB by default.", belfry::tool::bench_bandwidth, gpu_bandwidth},
       {"rate", "Puts per second from rank 0 to rank 1, many in flight.", "8 B by default.",
-       belfry::tool::bench_rate},
+       belfry::tool::bench_rate, nullptr},
       {"alltoall", "Time of an all-to-all among all ranks, per path and size per pair.",
-       "8 B to 256 KiB by default.", belfry::tool::bench_alltoall},
+       "8 B to 256 KiB by default.", belfry::tool::bench_alltoall, nullptr},
       {"anatomy", "Where the time of one 8-byte direct put goes, stage by stage.", "8 B only.",
-       belfry::tool::bench_anatomy},
+       belfry::tool::bench_anatomy, nullptr},
   };
   for (const Entry& entry : entries) {
     CLI::App* command = bench->add_subcommand(entry.name, entry.help);
     add_bench_options(command, options, entry.sizes);
-    command->callback([&, function = entry.function] { result = function(options, arguments); });
+    command->callback(
+        [&, entry] { result = on_gpu_or_host(options, arguments, entry.on_gpu, entry.function); });
   }
 
   CLI::App* doctor = app.add_subcommand(

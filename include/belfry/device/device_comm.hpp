@@ -112,7 +112,10 @@ struct DeviceComm {
   std::uint64_t* local_signals;  // window 0's start on this rank
   std::uint64_t* local_counters;
   std::uint64_t* barrier_epochs;  // [team_kinds][barriers]
-  std::uint32_t* entered;         // set by the first Net of this rank
+  // Set by the first Net of this rank. `entered` is where the CPU looks; `entered_here` is as near
+  // to the kernel as can be, since every Net reads it.
+  std::uint32_t* entered;
+  std::uint32_t* entered_here;
   TeamView teams[team_kinds];
 
   // Byte offset in window 0 of a barrier's signal for one round.

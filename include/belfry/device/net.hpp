@@ -65,7 +65,8 @@ class NetSet {
       return;
     }
     // Lets the other ranks know that this one is in a kernel: their deadlines start now.
-    if (load<Order::relaxed, Scope::system>(comm.entered) == 0) {
+    if (peek(comm.entered_here) == 0) {
+      store<Order::relaxed, Scope::system>(comm.entered_here, 1u);
       store<Order::relaxed, Scope::system>(comm.entered, 1u);
     }
   }
@@ -290,10 +291,8 @@ class NetSet {
     const auto* words = static_cast<const std::uint32_t*>(source);
     group.sync();
     if (std::byte* base = lsa_base(peer, dst.window); base != nullptr) {
-      auto* out = reinterpret_cast<std::uint64_t*>(base + dst.offset);
-      for (std::uint64_t i = group.rank(); i < bytes / 4; i += group.size()) {
-        store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
-      }
+      store_packets(group, reinterpret_cast<std::uint64_t*>(base + dst.offset), words, bytes / 4,
+                    tag);
       // The ticket is complete: nobody may still read the source when a member reuses it.
       group.sync();
       return ticket;
@@ -314,7 +313,38 @@ class NetSet {
       return refuse(ErrorReason::out_of_window, queue::Operation::put_packet, -1, src.offset);
     }
     auto* out = static_cast<std::uint32_t*>(dst);
-    for (std::uint64_t i = group.rank(); i < bytes / 4 && status == Status::ok; i += group.size()) {
+    const std::uint64_t count = bytes / 4;
+    const std::uint64_t pairs = src.offset % 16 == 0 ? count / 2 : 0;
+    const auto* in_pairs = reinterpret_cast<const Word16*>(in);
+    const std::uint64_t step = group.size();
+    // Several loads at once: they take as long as one.
+    for (std::uint64_t first = group.rank(); first < pairs && status == Status::ok;
+         first += packets_at_once * step) {
+      Word16 word[packets_at_once];
+      status = wait_until(comm_.scope, "packet", 2 * first, -1, tag, in + 2 * first, [&] {
+        bool all = true;
+        BELFRY_UNROLL
+        for (unsigned k = 0; k < packets_at_once; ++k) {
+          if (first + k * step < pairs) word[k] = load_word16(in_pairs + first + k * step);
+        }
+        BELFRY_UNROLL
+        for (unsigned k = 0; k < packets_at_once; ++k) {
+          all = all && (first + k * step >= pairs ||
+                        (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
+                         static_cast<std::uint32_t>(word[k].high >> 32) == tag));
+        }
+        return all;
+      });
+      if (status != Status::ok) break;
+      BELFRY_UNROLL
+      for (unsigned k = 0; k < packets_at_once; ++k) {
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        out[2 * i] = static_cast<std::uint32_t>(word[k].low);
+        out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
+      }
+    }
+    for (std::uint64_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
       std::uint64_t word = 0;
       status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
         word = load<Order::relaxed, Scope::system>(in + i);
@@ -759,13 +789,13 @@ class NetSet {
           comm_.window_table[control_window].peers[peer].lsa + 8ull * c.signal_id);
       // Release at system scope, cumulative over the group's stores through the barrier.
       if (c.signal_op == queue::SignalOp::add) {
-        belfry::fetch_add<Order::release, Scope::system>(word, c.signal_value);
+        belfry::add<Order::release, Scope::system>(word, c.signal_value);
       } else {
         store<Order::release, Scope::system>(word, c.signal_value);
       }
     }
     if (c.has_counter) {
-      belfry::fetch_add<Order::release, Scope::system>(comm_.local_counters + c.counter_id, 1u);
+      belfry::add<Order::release, Scope::system>(comm_.local_counters + c.counter_id, 1u);
     }
     return Status::ok;
   }
@@ -849,6 +879,27 @@ class NetSet {
     std::uint64_t expected = c.signal_value;
     belfry::compare_exchange<Order::acq_rel, Scope::system>(target, expected, c.value);
     return expected;
+  }
+
+  // ---- packets ----
+
+  static constexpr unsigned packets_at_once = 4;  // 16-byte loads of one thread
+
+  // Two to a store where the place allows it: each half carries its own tag, so that it does not
+  // matter whether both arrive at once.
+  template <class Group>
+  BELFRY_DEVICE static void store_packets(const Group& group, std::uint64_t* out,
+                                          const std::uint32_t* words, std::uint64_t count,
+                                          std::uint32_t tag) {
+    const std::uint64_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
+    auto* out_pairs = reinterpret_cast<Word16*>(out);
+    for (std::uint64_t i = group.rank(); i < pairs; i += group.size()) {
+      store_word16(out_pairs + i,
+                   {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
+    }
+    for (std::uint64_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
+      store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
+    }
   }
 
   // ---- packets over a NIC ----

@@ -80,10 +80,8 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
   const WindowView& dst = comm.window_table[c.dst_window];
   const std::uint64_t dst_bytes =
       c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
-  // Atomic, here and below, since it may be withdrawn meanwhile; relaxed, since who names a window
-  // was told of it.
-  if (load<Order::relaxed, Scope::system>(&dst.valid) == 0 ||
-      !inside(c.dst_offset, dst_bytes, dst.bytes)) {
+  // It may be withdrawn meanwhile; who names a window was told of it.
+  if (peek(&dst.valid) == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
     fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
     return r;
   }
@@ -96,8 +94,7 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
     const WindowView& src = comm.window_table[c.src_window];
     const std::uint64_t src_bytes =
         c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
-    if (load<Order::relaxed, Scope::system>(&src.valid) == 0 ||
-        !inside(c.src_offset, src_bytes, src.bytes)) {
+    if (peek(&src.valid) == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
       fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
       return r;
     }

@@ -1,0 +1,278 @@
+#include "memory/gpu.hpp"
+
+#include <cuda_runtime_api.h>
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "belfry/status.hpp"
+#include "memory/shared_segment.hpp"
+
+namespace belfry::memory {
+namespace {
+
+void check(cudaError_t code, const std::string& thing, const char* remedy) {
+  if (code == cudaSuccess) return;
+  (void)cudaGetLastError();  // else the next launch would report it again
+  throw Error(thing, fmt::format("{} ({})", cudaGetErrorName(code), cudaGetErrorString(code)),
+              "cudaSuccess", remedy);
+}
+
+// The calling thread's device is the caller's business: it is as it was afterwards.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "the current CUDA device", "see `belfry doctor`");
+    if (before_ != device)
+      check(cudaSetDevice(device), fmt::format("GPU {}", device),
+            "name a device that CUDA_VISIBLE_DEVICES lets through");
+  }
+  ~OnDevice() { (void)cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+constexpr std::size_t granularity = 2 << 20;  // cudaMalloc shares pages of this size otherwise
+
+// Blocks that were given back, by device and size, and a stream and a pinned buffer for copies.
+struct Device {
+  std::mutex mutex;
+  std::multimap<std::size_t, void*> idle;
+  cudaStream_t stream = nullptr;
+  void* staging = nullptr;
+};
+constexpr std::size_t staging_bytes = 1 << 20;
+
+// Never destroyed: blocks may go after the statics.
+Device& device_of(int device) {
+  static auto* mutex = new std::mutex;
+  static auto* devices = new std::map<int, std::unique_ptr<Device>>;
+  const std::lock_guard guard(*mutex);
+  auto& entry = (*devices)[device];
+  if (entry == nullptr) entry = std::make_unique<Device>();
+  return *entry;
+}
+
+void copy(int device, void* target, const void* source, std::size_t bytes, bool to_gpu) {
+  if (bytes == 0) return;
+  Device& d = device_of(device);
+  const OnDevice on(device);
+  const std::lock_guard guard(d.mutex);
+  const std::string thing =
+      fmt::format("a copy of {} bytes {} GPU {}", bytes, to_gpu ? "to" : "from", device);
+  const char* const remedy = "see the first error of this process";
+  if (d.stream == nullptr) {
+    check(cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking), thing, remedy);
+    check(cudaHostAlloc(&d.staging, staging_bytes, cudaHostAllocPortable), thing, remedy);
+  }
+  // Through pinned memory: a copy of pageable memory may wait for more than its own stream.
+  for (std::size_t at = 0; at < bytes; at += staging_bytes) {
+    const std::size_t n = std::min(staging_bytes, bytes - at);
+    auto* to = static_cast<std::byte*>(target) + at;
+    const auto* from = static_cast<const std::byte*>(source) + at;
+    if (to_gpu) std::memcpy(d.staging, from, n);
+    check(cudaMemcpyAsync(to_gpu ? static_cast<void*>(to) : d.staging, to_gpu ? d.staging : from, n,
+                          cudaMemcpyDefault, d.stream),
+          thing, remedy);
+    check(cudaStreamSynchronize(d.stream), thing, remedy);
+    if (!to_gpu) std::memcpy(to, d.staging, n);
+  }
+}
+
+}  // namespace
+
+std::string gpu_support(int device) {
+  // A kernel that is loaded at its first launch waits for those that run, and those may be waiting
+  // for it. Has an effect only before the process's first CUDA call; a user's setting stands.
+  (void)setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+  int count = 0;
+  const cudaError_t code = cudaGetDeviceCount(&count);
+  if (code != cudaSuccess) {
+    (void)cudaGetLastError();
+    return fmt::format("CUDA says {}: install an NVIDIA driver that knows CUDA {}.{}",
+                       cudaGetErrorString(code), CUDART_VERSION / 1000, CUDART_VERSION % 1000 / 10);
+  }
+  if (device < 0 || device >= count) {
+    return fmt::format("GPU {} of {}: name one from 0 to {}", device, count, count - 1);
+  }
+  return {};
+}
+
+GpuUuid gpu_uuid(int device) {
+  cudaDeviceProp properties{};
+  check(cudaGetDeviceProperties(&properties, device), fmt::format("GPU {}", device),
+        "see `belfry doctor`");
+  GpuUuid uuid;
+  std::memcpy(uuid.data(), &properties.uuid, uuid.size());
+  return uuid;
+}
+
+std::string describe_gpu(int device) {
+  cudaDeviceProp p{};
+  check(cudaGetDeviceProperties(&p, device), fmt::format("GPU {}", device), "see `belfry doctor`");
+  return fmt::format("{}, {} SMs, {:08x}:{:02x}:{:02x}.0", p.name, p.multiProcessorCount,
+                     p.pciDomainID, p.pciBusID, p.pciDeviceID);
+}
+
+GpuBlock::GpuBlock(int device, std::size_t bytes)
+    : bytes_((std::max<std::size_t>(bytes, 1) + granularity - 1) / granularity * granularity),
+      device_(device) {
+  const OnDevice on(device);
+  Device& d = device_of(device);
+  const std::string thing = fmt::format("{} bytes of GPU {}'s memory", bytes, device);
+  {
+    const std::lock_guard guard(d.mutex);
+    if (const auto found = d.idle.find(bytes_); found != d.idle.end()) {
+      data_ = found->second;
+      d.idle.erase(found);
+    }
+  }
+  if (data_ == nullptr) {
+    const cudaError_t code = cudaMalloc(&data_, bytes_);
+    if (code == cudaErrorMemoryAllocation) {
+      (void)cudaGetLastError();
+      std::size_t unused = 0, total = 0;
+      (void)cudaMemGetInfo(&unused, &total);
+      throw Error(thing, fmt::format("{} of {} bytes free", unused, total), "that much",
+                  "use smaller windows, or free memory of this GPU");
+    }
+    check(code, thing, "see the first error of this process");
+  }
+  cudaStream_t stream = nullptr;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), thing, "free some streams");
+  cudaError_t code = cudaMemsetAsync(data_, 0, bytes_, stream);
+  if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
+  (void)cudaStreamDestroy(stream);
+  check(code, thing, "see the first error of this process");
+}
+
+void GpuBlock::give_back() noexcept {
+  if (data_ == nullptr) return;
+  Device& d = device_of(device_);
+  const std::lock_guard guard(d.mutex);
+  d.idle.emplace(bytes_, std::exchange(data_, nullptr));
+}
+
+GpuBlock::~GpuBlock() { give_back(); }
+
+GpuBlock::GpuBlock(GpuBlock&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_), device_(other.device_) {}
+
+GpuBlock& GpuBlock::operator=(GpuBlock&& other) noexcept {
+  if (this != &other) {
+    give_back();
+    data_ = std::exchange(other.data_, nullptr);
+    bytes_ = other.bytes_;
+    device_ = other.device_;
+  }
+  return *this;
+}
+
+GpuName GpuBlock::name() const {
+  GpuName name;
+  name.pid = own_pid();
+  name.start_time = own_start_time();
+  name.address = reinterpret_cast<std::uint64_t>(data_);
+  name.bytes = bytes_;
+  name.gpu = gpu_uuid(device_);
+  const OnDevice on(device_);
+  cudaIpcMemHandle_t handle{};
+  static_assert(sizeof(handle) == sizeof(name.handle));
+  check(cudaIpcGetMemHandle(&handle, data_), fmt::format("sharing memory of GPU {}", device_),
+        "run on bare Linux: CUDA IPC is not there under WSL or MIG");
+  std::memcpy(name.handle.data(), &handle, sizeof(handle));
+  return name;
+}
+
+GpuMapping::~GpuMapping() {
+  if (!imported_) return;
+  try {
+    const OnDevice on(device_);
+    (void)cudaIpcCloseMemHandle(data_);
+  } catch (const Error&) {
+    // The driver is going: so are its mappings.
+  }
+}
+
+std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device) {
+  const std::string thing =
+      fmt::format("memory of process {} on another GPU, from GPU {}", name.pid, device);
+  const OnDevice on(device);
+  if (name.pid != own_pid() || name.start_time != own_start_time()) {
+    cudaIpcMemHandle_t handle{};
+    std::memcpy(&handle, name.handle.data(), sizeof(handle));
+    void* data = nullptr;
+    check(cudaIpcOpenMemHandle(&data, handle, cudaIpcMemLazyEnablePeerAccess), thing,
+          "see `nvidia-smi topo -p2p r`: the GPUs must be peers, and the owner alive");
+    return std::make_shared<GpuMapping>(data, device, true);
+  }
+  int count = 0;
+  check(cudaGetDeviceCount(&count), thing, "see `belfry doctor`");
+  for (int other = 0; other < count; ++other) {
+    if (other == device || gpu_uuid(other) != name.gpu) continue;
+    int possible = 0;
+    check(cudaDeviceCanAccessPeer(&possible, device, other), thing, "see `belfry doctor`");
+    if (possible == 0) {
+      throw Error(thing, fmt::format("GPUs {} and {} are not peers", device, other),
+                  "GPUs joined by NVLink or one PCIe root", "see `nvidia-smi topo -p2p r`");
+    }
+    const cudaError_t code = cudaDeviceEnablePeerAccess(other, 0);
+    if (code == cudaErrorPeerAccessAlreadyEnabled)
+      (void)cudaGetLastError();
+    else
+      check(code, thing, "see `nvidia-smi topo -p2p r`");
+  }
+  return std::make_shared<GpuMapping>(reinterpret_cast<void*>(name.address), device, false);
+}
+
+PinnedBlock::PinnedBlock(std::size_t bytes) : bytes_((bytes + 4095) / 4096 * 4096) {
+  Device& host = device_of(-1);
+  {
+    const std::lock_guard guard(host.mutex);
+    if (const auto found = host.idle.find(bytes_); found != host.idle.end()) {
+      data_ = found->second;
+      host.idle.erase(found);
+    }
+  }
+  if (data_ == nullptr) {
+    check(cudaHostAlloc(&data_, bytes_, cudaHostAllocMapped | cudaHostAllocPortable),
+          fmt::format("{} bytes of pinned memory", bytes), "raise the limit: ulimit -l");
+  }
+  std::memset(data_, 0, bytes_);
+}
+
+// Kept, as a GPU's blocks are: cudaFreeHost waits for kernels, too.
+PinnedBlock::~PinnedBlock() {
+  if (data_ == nullptr) return;
+  Device& host = device_of(-1);
+  const std::lock_guard guard(host.mutex);
+  host.idle.emplace(bytes_, data_);
+}
+
+PinnedBlock::PinnedBlock(PinnedBlock&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
+
+PinnedBlock& PinnedBlock::operator=(PinnedBlock&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(bytes_, other.bytes_);
+  return *this;
+}
+
+void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes) {
+  copy(device, target, source, bytes, true);
+}
+
+void copy_from_gpu(int device, void* target, const void* source, std::size_t bytes) {
+  copy(device, target, source, bytes, false);
+}
+
+}  // namespace belfry::memory

@@ -1,0 +1,103 @@
+// Memory of a GPU and memory that a GPU and the CPU share, as the communicator uses them: blocks
+// with a name that is plain data, mapped by peers of this process or of another; copies that do not
+// wait for a kernel. Without CUDA every call but gpu_support() throws.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace belfry::memory {
+
+// Empty when this belfry can use the GPU `device`; else what is missing.
+std::string gpu_support(int device);
+
+// One GPU as it is known on every rank of a host, in whatever order each sees the devices.
+using GpuUuid = std::array<std::uint8_t, 16>;
+GpuUuid gpu_uuid(int device);
+// "NVIDIA H200, 132 SMs, 00000000:0f:00.0"
+std::string describe_gpu(int device);
+
+// Where a peer finds a block: plain data, to be exchanged through any bootstrap.
+struct GpuName {
+  std::uint32_t pid = 0;
+  std::uint32_t reserved = 0;
+  std::uint64_t start_time = 0;  // of the process
+  std::uint64_t address = 0;     // in that process
+  std::uint64_t bytes = 0;
+  GpuUuid gpu{};
+  std::array<std::uint8_t, 64> handle{};  // cudaIpcMemHandle_t
+};
+
+// A zero-filled block of one GPU's memory. What is given back is kept for the next block of its
+// size while a kernel of this process may be running: cudaFree waits for every kernel of the
+// device, and one of those may be waiting for this rank.
+class GpuBlock {
+ public:
+  GpuBlock() = default;
+  // Throws belfry::Error that names the device, the size and what is free.
+  GpuBlock(int device, std::size_t bytes);
+  ~GpuBlock();
+  GpuBlock(GpuBlock&&) noexcept;
+  GpuBlock& operator=(GpuBlock&&) noexcept;
+
+  explicit operator bool() const { return data_ != nullptr; }
+  void* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+  int device() const { return device_; }
+  GpuName name() const;
+
+ private:
+  void give_back() noexcept;
+
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+  int device_ = -1;
+};
+
+// A block of a peer as `device` reaches it. Lives as long as its owner; a block of another process
+// is unmapped with the last owner.
+class GpuMapping {
+ public:
+  GpuMapping(void* data, int device, bool imported)
+      : data_(data), device_(device), imported_(imported) {}
+  ~GpuMapping();
+  GpuMapping(const GpuMapping&) = delete;
+  GpuMapping& operator=(const GpuMapping&) = delete;
+  void* data() const { return data_; }
+
+ private:
+  void* data_;
+  int device_;
+  bool imported_;
+};
+
+// Maps a block of this or another process of this host. Throws belfry::Error when the two GPUs
+// cannot reach each other's memory, or the owner is gone.
+std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device);
+
+// Zero-filled host memory that kernels of every GPU of this process reach under the same address.
+// Kept when given back, as a GpuBlock's is.
+class PinnedBlock {
+ public:
+  PinnedBlock() = default;
+  explicit PinnedBlock(std::size_t bytes);
+  ~PinnedBlock();
+  PinnedBlock(PinnedBlock&&) noexcept;
+  PinnedBlock& operator=(PinnedBlock&&) noexcept;
+  void* data() const { return data_; }
+  std::size_t size() const { return bytes_; }
+
+ private:
+  void* data_ = nullptr;
+  std::size_t bytes_ = 0;
+};
+
+// Copies between host memory and the memory of `device` on a stream of their own, and returns when
+// the copy is done. Any host memory. They do not wait for kernels.
+void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes);
+void copy_from_gpu(int device, void* target, const void* source, std::size_t bytes);
+
+}  // namespace belfry::memory

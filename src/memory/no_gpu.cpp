@@ -1,0 +1,34 @@
+// What gpu.cpp is where belfry is built without CUDA: refusals.
+#include "belfry/status.hpp"
+#include "memory/gpu.hpp"
+
+namespace belfry::memory {
+namespace {
+
+constexpr const char* missing =
+    "this belfry was built without CUDA: build it where nvcc is found, or with BELFRY_CUDA=ON";
+
+[[noreturn]] void refuse(const char* thing) {
+  throw Error(thing, missing, "a belfry built with CUDA", "leave the option gpu out, or rebuild");
+}
+
+}  // namespace
+
+std::string gpu_support(int) { return missing; }
+GpuUuid gpu_uuid(int) { refuse("a GPU's name"); }
+std::string describe_gpu(int) { refuse("a GPU's description"); }
+GpuBlock::GpuBlock(int, std::size_t) { refuse("memory of a GPU"); }
+GpuBlock::~GpuBlock() = default;
+GpuBlock::GpuBlock(GpuBlock&&) noexcept = default;
+GpuBlock& GpuBlock::operator=(GpuBlock&&) noexcept = default;
+GpuName GpuBlock::name() const { return {}; }
+GpuMapping::~GpuMapping() = default;
+std::shared_ptr<GpuMapping> map_gpu(const GpuName&, int) { refuse("memory of a GPU"); }
+PinnedBlock::PinnedBlock(std::size_t) { refuse("pinned memory"); }
+PinnedBlock::~PinnedBlock() = default;
+PinnedBlock::PinnedBlock(PinnedBlock&&) noexcept = default;
+PinnedBlock& PinnedBlock::operator=(PinnedBlock&&) noexcept = default;
+void copy_to_gpu(int, void*, const void*, std::size_t) { refuse("memory of a GPU"); }
+void copy_from_gpu(int, void*, const void*, std::size_t) { refuse("memory of a GPU"); }
+
+}  // namespace belfry::memory
