@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "belfry/simt.hpp"
@@ -17,7 +18,10 @@
 #define BELFRY_INLINE __forceinline__
 // Before a loop whose indices must be known, so that an array stays in registers.
 #define BELFRY_UNROLL _Pragma("unroll")
+// What hardly ever runs stays out of the way of what does: code that is not called is not fetched.
+#define BELFRY_COLD inline __noinline__
 #else
+#define BELFRY_COLD inline __attribute__((noinline, cold))
 #define BELFRY_UNROLL
 #define BELFRY_CUDA 0
 #define BELFRY_HOST_DEVICE
@@ -108,6 +112,31 @@ BELFRY_HOST_DEVICE BELFRY_INLINE T peek(const T* address) {
 #else
   return load<Order::relaxed, Scope::system>(address);
 #endif
+}
+
+// Reads a table's entry of 32 bytes whole, with the freedom of peek(). A GPU starts the loads where
+// this stands: several entries take as long as one, where loads that each wait for a decision about
+// the one before take a trip to the L2 each (after an acquire nothing is nearer).
+template <class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE T load_entry(const T* address) {
+  static_assert(sizeof(T) == 32 && alignof(T) == 32 && std::is_trivially_copyable_v<T>);
+  struct Words {
+    std::uint64_t word[4];
+  } words;
+  const auto* from = reinterpret_cast<const std::uint64_t*>(address);
+#if BELFRY_ON_GPU
+  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(words.word[0]), "=l"(words.word[1])
+               : "l"(from));
+  asm volatile("ld.global.v2.u64 {%0, %1}, [%2];"
+               : "=l"(words.word[2]), "=l"(words.word[3])
+               : "l"(from + 2));
+#else
+  for (unsigned i = 0; i < 4; ++i) words.word[i] = __atomic_load_n(from + i, __ATOMIC_RELAXED);
+#endif
+  T entry;
+  memcpy(static_cast<void*>(&entry), &words, sizeof(T));
+  return entry;
 }
 
 template <Order O, Scope S, class T>

@@ -247,7 +247,6 @@ void Comm::Implementation::make_tables() {
   const auto n = static_cast<std::size_t>(ranks);
   window_views.resize(options.windows);
   window_peers.resize(options.windows * n);
-  for (std::size_t i = 0; i < options.windows; ++i) window_views[i].peers = &window_peers[i * n];
   routes.resize(options.contexts * n);
   own_counters.resize(options.counters);
   counters = own_counters.data();
@@ -304,6 +303,7 @@ void Comm::Implementation::make_tables() {
   view.barriers = options.barriers;
   view.signal_words = words;
   view.window_table = window_views.data();
+  view.window_peers = window_peers.data();
   view.routes = routes.data();
   view.local_signals =
       static_cast<std::uint64_t*>(gpu != nullptr ? gpu->signals.data() : control.data());
@@ -341,6 +341,7 @@ void Comm::Implementation::make_gpu_tables() {
   memory::copy_to_gpu(g.device, g.routes, routes.data(), routes.size() * sizeof(Route));
   g.view = view;
   g.view.window_table = g.windows;
+  g.view.window_peers = g.window_peers;
   g.view.routes = g.routes;
   g.view.barrier_epochs = reinterpret_cast<std::uint64_t*>(base + epochs_at);
   g.view.entered_here = reinterpret_cast<std::uint32_t*>(base + entered_at);
@@ -364,9 +365,7 @@ void Comm::Implementation::copy_window_to_gpu(std::uint32_t id) {
   const std::size_t first = id * static_cast<std::size_t>(ranks);
   memory::copy_to_gpu(g.device, g.window_peers + first, &window_peers[first],
                       static_cast<std::size_t>(ranks) * sizeof(WindowPeer));
-  WindowView window = window_views[id];
-  window.peers = g.window_peers + first;
-  memory::copy_to_gpu(g.device, g.windows + id, &window, sizeof(window));
+  memory::copy_to_gpu(g.device, g.windows + id, &window_views[id], sizeof(WindowView));
 }
 
 void Comm::Implementation::start_progress() {

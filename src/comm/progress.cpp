@@ -101,7 +101,7 @@ void Comm::Implementation::announce() {
     if (announced == rank) continue;
     const auto p = static_cast<std::size_t>(announced);
     // Where signals lie in a GPU's memory, the host's part of `control` is for this alone.
-    std::byte* control_of_peer = window_views[control_window].peers[p].lsa;
+    std::byte* control_of_peer = window_peers[p].lsa;
     if (gpu != nullptr) {
       if (peer_controls[p] == nullptr) continue;
       control_of_peer = static_cast<std::byte*>(peer_controls[p]->data());

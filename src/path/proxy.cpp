@@ -59,7 +59,8 @@ bool ProxyChannel::post_arrived(const DeviceComm& comm) {
     const post::Resolved resolved = post::resolve(comm, command, config_.peer);
     if (resolved.failure != ErrorReason::none) {
       // The kernel checks before it pushes: only a stray write to the ring gets here.
-      post::report(comm, command, config_.peer, config_.context, resolved.failure, resolved.detail);
+      post::report(comm.scope.error, command.operation, config_.peer, config_.context,
+                   resolved.failure, resolved.detail);
       stopped_ = true;
       break;
     }

@@ -216,11 +216,12 @@ TEST(F2, a_provider_that_says_again_at_any_command_loses_nothing_and_keeps_the_o
       path::ProxyChannel channel(config, std::move(owned));
       std::uint64_t words[4] = {};
       WindowPeer peer{reinterpret_cast<std::uint64_t>(words), nullptr, 1, 1};
-      WindowView window{reinterpret_cast<std::byte*>(words), sizeof(words), &peer, 1};
+      WindowView window{reinterpret_cast<std::byte*>(words), sizeof(words), 1};
       DeviceComm comm{};
       comm.ranks = 1;
       comm.windows = 1;
       comm.window_table = &window;
+      comm.window_peers = &peer;
       std::uint64_t pushed = 0;
       for (int turn = 0; turn < 200; ++turn) {
         if (pushed < commands && pushed + first - *channel.ring()->tail < 4) {

@@ -117,8 +117,8 @@ void make_comm(Rank& r, const Rank& other) {
   }
   auto* windows = pinned<WindowView>(2);
   const std::uint64_t words = DeviceComm::control_words(signals, barriers);
-  windows[0] = {reinterpret_cast<std::byte*>(r.control), 8 * words, peers, 1};
-  windows[1] = {r.data, window_bytes, peers + 2, 1};
+  windows[0] = {reinterpret_cast<std::byte*>(r.control), 8 * words, 1};
+  windows[1] = {r.data, window_bytes, 1};
   auto* routes = pinned<Route>(2);
   routes[1 - r.rank] = {0, Path::direct, r.send, nullptr};
   auto* ranks = pinned<std::int32_t>(2);
@@ -138,11 +138,12 @@ void make_comm(Rank& r, const Rank& other) {
   c.barriers = barriers;
   c.signal_words = static_cast<std::uint32_t>(words);
   c.window_table = windows;
+  c.window_peers = peers;
   c.routes = routes;
   c.local_signals = r.control;
   c.local_counters = r.send->counters;
   c.barrier_epochs = pinned<std::uint64_t>(team_kinds * barriers);
-  c.entered = pinned<std::uint32_t>(1);
+  c.entered = c.entered_here = pinned<std::uint32_t>(1);
   c.teams[0] = {ranks, r.rank, 2};
 }
 

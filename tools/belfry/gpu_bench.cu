@@ -41,6 +41,28 @@ class Pinned {
   std::size_t count_;
 };
 
+// Memory of the GPU that kernels write to: a store to the host would be in the way of a release.
+template <class T>
+class OnDevice {
+ public:
+  explicit OnDevice(std::size_t count) : count_(count) {
+    check(cudaMalloc(&data_, count * sizeof(T)), "memory for figures");
+  }
+  ~OnDevice() { (void)cudaFree(data_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+  T* data() { return data_; }
+  std::vector<T> values() const {
+    std::vector<T> host(count_);
+    check(cudaMemcpy(host.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "figures");
+    return host;
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t count_;
+};
+
 // ---- latency ----
 
 // How a message is sent: a put with a signal, or packets.
@@ -156,7 +178,7 @@ Figure measure(Comm& comm, Window& window, const Column& column, std::uint64_t b
                std::uint64_t iterations, std::uint32_t& tag) {
   Figure best{column.name, bytes, {}, 0};
   for (const unsigned threads : groups(bytes, column.path != Path::lsa)) {
-    Pinned<std::uint32_t> trips(iterations);
+    OnDevice<std::uint32_t> trips(iterations);
     Pinned<Stamps> stamps(1);
     Pinned<Outcome> outcome(1);
     for (const bool warm_up : {true, false}) {
@@ -175,7 +197,8 @@ Figure measure(Comm& comm, Window& window, const Column& column, std::uint64_t b
     const double ns = static_cast<double>(stamps[0].ns) / static_cast<double>(stamps[0].cycles);
     std::vector<double> values;
     // The first waits for the other rank's launch.
-    for (std::uint64_t i = 1; i < iterations; ++i) values.push_back(trips[i] * ns / 2000);
+    const std::vector<std::uint32_t> cycles = trips.values();
+    for (std::uint64_t i = 1; i < iterations; ++i) values.push_back(cycles[i] * ns / 2000);
     const Quantiles q = quantiles(values);
     if (best.threads == 0 || q.p50 < best.us.p50) best = {column.name, bytes, q, threads};
   }

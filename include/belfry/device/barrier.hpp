@@ -42,8 +42,8 @@ class BarrierSet {
     // A device_comm of another version: nothing behind its first fields is where it is sought.
     if (!net_.usable_) return Status::failed;
     if (index_ >= comm.barriers) {
-      queue::Command c;
-      return post::report(comm, c, -1, 0, ErrorReason::bad_argument, index_);
+      return post::report(comm.scope.error, queue::Operation::none, -1, 0,
+                          ErrorReason::bad_argument, index_);
     }
     const TeamView& team = comm.teams[static_cast<std::uint32_t>(team_)];
     std::uint64_t& epoch =

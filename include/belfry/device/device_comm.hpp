@@ -50,29 +50,33 @@ BELFRY_HOST_DEVICE constexpr PathSet path_set(Path path) {
 inline constexpr PathSet device_paths{path_set(Path::proxy) | path_set(Path::direct) |
                                       path_set(Path::lsa)};
 
+// Entries of the tables are read whole, all that an operation needs of them at once (load_entry()).
+
 // One rank's part of a window, as this rank reaches it.
-struct WindowPeer {
-  std::uint64_t address;  // for the NIC
-  std::byte* lsa;         // for loads and stores; nullptr when not accessible
-  std::uint32_t rkey;
-  std::uint32_t lkey;  // of this rank's own memory, with the provider that reaches this peer
+struct alignas(32) WindowPeer {
+  std::uint64_t address = 0;  // for the NIC
+  std::byte* lsa = nullptr;   // for loads and stores; nullptr when not accessible
+  std::uint32_t rkey = 0;
+  std::uint32_t lkey = 0;  // of this rank's own memory, with the provider that reaches this peer
+  std::uint64_t reserved = 0;
 };
 
 // A window: registered memory of the same size on every rank, addressed by offsets.
-struct WindowView {
-  std::byte* local;
-  std::uint64_t bytes;
-  const WindowPeer* peers;  // [ranks]
-  std::uint64_t valid;
+struct alignas(32) WindowView {
+  std::byte* local = nullptr;
+  std::uint64_t bytes = 0;
+  std::uint64_t valid = 0;
+  std::uint64_t reserved = 0;
 };
 
 // How a context reaches a peer. Where memory is load/store accessible that is used (`lsa`), and
 // the NIC only for windows that are not mapped.
-struct Route {
-  std::uint32_t lsa;         // 1: by loads and stores, where the window allows it
-  Path nic;                  // otherwise, or none
-  queue::SendQueue* send;    // nic is direct
-  queue::CommandRing* ring;  // nic is proxy
+struct alignas(32) Route {
+  std::uint32_t lsa = 0;               // 1: by loads and stores, where the window allows it
+  Path nic = Path::none;               // otherwise
+  queue::SendQueue* send = nullptr;    // nic is direct
+  queue::CommandRing* ring = nullptr;  // nic is proxy
+  std::uint64_t reserved = 0;
 };
 
 // A group of ranks. `ranks[i]` is the world rank of member i; `rank` is the caller's index.
@@ -108,8 +112,9 @@ struct DeviceComm {
   std::uint32_t barriers;      // per team: indices 0 .. barriers-1
   std::uint32_t signal_words;  // user signals and those of barriers
   const WindowView* window_table;
-  const Route* routes;           // [contexts][ranks]
-  std::uint64_t* local_signals;  // window 0's start on this rank
+  const WindowPeer* window_peers;  // [windows][ranks]
+  const Route* routes;             // [contexts][ranks]
+  std::uint64_t* local_signals;    // window 0's start on this rank
   std::uint64_t* local_counters;
   std::uint64_t* barrier_epochs;  // [team_kinds][barriers]
   // Set by the first Net of this rank. `entered` is where the CPU looks; `entered_here` is as near
@@ -117,6 +122,11 @@ struct DeviceComm {
   std::uint32_t* entered;
   std::uint32_t* entered_here;
   TeamView teams[team_kinds];
+
+  BELFRY_HOST_DEVICE const WindowPeer* peer_entry(std::uint32_t window, int peer) const {
+    return window_peers + (static_cast<std::uint64_t>(window) * static_cast<std::uint32_t>(ranks) +
+                           static_cast<std::uint32_t>(peer));
+  }
 
   // Byte offset in window 0 of a barrier's signal for one round.
   BELFRY_HOST_DEVICE std::uint64_t barrier_offset(TeamKind team, std::uint32_t index,

@@ -245,16 +245,16 @@ class NetSet {
   // window is unknown or the offset lies past its end.
   BELFRY_DEVICE void* peer_ptr(std::uint32_t window, std::uint64_t offset, int peer) const {
     if (!usable_ || window >= comm_.windows || peer < 0 || peer >= comm_.ranks) return nullptr;
-    const WindowView& view = comm_.window_table[window];
-    if (view.valid == 0 || offset > view.bytes) return nullptr;
-    std::byte* base = view.peers[peer].lsa;
-    return base == nullptr ? nullptr : base + offset;
+    const WindowView view = load_entry(comm_.window_table + window);
+    const WindowPeer there = load_entry(comm_.peer_entry(window, peer));
+    if (view.valid == 0 || offset > view.bytes || there.lsa == nullptr) return nullptr;
+    return there.lsa + offset;
   }
 
   // This rank's own memory at a window's offset; nullptr as above.
   BELFRY_DEVICE void* local_ptr(std::uint32_t window, std::uint64_t offset) const {
     if (!usable_ || window >= comm_.windows) return nullptr;
-    const WindowView& view = comm_.window_table[window];
+    const WindowView view = load_entry(comm_.window_table + window);
     return view.valid == 0 || offset > view.bytes ? nullptr : view.local + offset;
   }
 
@@ -274,6 +274,9 @@ class NetSet {
       ticket.status = Status::failed;
       return ticket;
     }
+    const WindowView from =
+        src.window < comm_.windows ? load_entry(comm_.window_table + src.window) : WindowView{};
+    const Route r = route_to(peer);
     const post::Resolved resolved = post::resolve_user(comm_, c, peer);
     if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
         src.offset % 4 != 0) {
@@ -282,17 +285,15 @@ class NetSet {
           c.operation, peer, resolved.failure != ErrorReason::none ? resolved.detail : bytes);
       return ticket;
     }
-    const void* source = local_ptr(src.window, src.offset);
-    if (source == nullptr ||
-        !post::inside(src.offset, bytes, comm_.window_table[src.window].bytes)) {
+    if (from.valid == 0 || src.window == control_window ||
+        !post::inside(src.offset, bytes, from.bytes)) {
       ticket.status = refuse(ErrorReason::out_of_window, c.operation, peer, src.offset + bytes);
       return ticket;
     }
-    const auto* words = static_cast<const std::uint32_t*>(source);
+    const auto* words = reinterpret_cast<const std::uint32_t*>(from.local + src.offset);
     group.sync();
-    if (std::byte* base = lsa_base(peer, dst.window); base != nullptr) {
-      store_packets(group, reinterpret_cast<std::uint64_t*>(base + dst.offset), words, bytes / 4,
-                    tag);
+    if (by_stores(r, c, resolved)) {
+      store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words, bytes / 4, tag);
       // The ticket is complete: nobody may still read the source when a member reuses it.
       group.sync();
       return ticket;
@@ -387,7 +388,7 @@ class NetSet {
     c.signal_id = static_cast<std::uint32_t>(offset / 8);
     c.signal_value = epoch;
     c.weak = true;  // a barrier orders nothing but itself
-    return carry_out(this_thread, peer, c,
+    return carry_out(this_thread, peer, c, route_to(peer),
                      usable_ ? post::resolve(comm_, c, peer) : post::Resolved{}, true,
                      post::Doorbell::now)
         .status;
@@ -398,20 +399,16 @@ class NetSet {
 
   BELFRY_DEVICE Status refuse(ErrorReason failure, queue::Operation operation, int peer,
                               std::uint64_t detail) const {
-    queue::Command c;
-    c.operation = operation;
-    return post::report(comm_, c, peer, context_, failure, detail);
+    return post::report(comm_.scope.error, operation, peer, context_, failure, detail);
   }
 
   BELFRY_DEVICE const Route& route(int peer) const {
     return comm_.routes[static_cast<std::uint64_t>(context_) * comm_.ranks + peer];
   }
 
-  BELFRY_DEVICE std::byte* lsa_base(int peer, std::uint32_t window) const {
-    if constexpr (Paths.has(Path::lsa)) {
-      if (route(peer).lsa != 0) return comm_.window_table[window].peers[peer].lsa;
-    }
-    return nullptr;
+  // The whole entry; of a rank that is not there, none.
+  BELFRY_DEVICE BELFRY_INLINE Route route_to(int peer) const {
+    return usable_ && peer >= 0 && peer < comm_.ranks ? load_entry(&route(peer)) : Route{};
   }
 
   template <class Group>
@@ -526,11 +523,9 @@ class NetSet {
     return c.operation != queue::Operation::put_2d || queue::encodable(c);
   }
 
-  BELFRY_DEVICE BELFRY_INLINE How choose(int peer, const queue::Command& c) const {
-    const Route& r = route(peer);
-    if constexpr (Paths.has(Path::lsa)) {
-      if (by_stores(r, peer, c)) return How::stores;
-    }
+  BELFRY_DEVICE BELFRY_INLINE static How choose(const Route& r, const queue::Command& c,
+                                                const post::Resolved& resolved) {
+    if (by_stores(r, c, resolved)) return How::stores;
     if constexpr (Paths.has(Path::direct)) {
       if (r.nic == Path::direct) return How::direct;
     }
@@ -543,13 +538,14 @@ class NetSet {
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket run(const Group& group, int peer, const queue::Command& c,
                                          bool pay_fence, post::Doorbell doorbell) const {
-    return carry_out(group, peer, c, usable_ ? look_up(peer, c) : post::Resolved{}, pay_fence,
+    const Route r = route_to(peer);
+    return carry_out(group, peer, c, r, usable_ ? look_up(peer, c) : post::Resolved{}, pay_fence,
                      doorbell);
   }
 
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket carry_out(const Group& group, int peer,
-                                               const queue::Command& c,
+                                               const queue::Command& c, const Route& r,
                                                const post::Resolved& resolved, bool pay_fence,
                                                post::Doorbell doorbell) const {
     constexpr bool lanes = std::is_same_v<Group, EachLane>;
@@ -560,28 +556,27 @@ class NetSet {
     }
     ErrorReason failure = resolved.failure;
     std::uint64_t detail = resolved.detail;
-    const How how = failure == ErrorReason::none ? choose(peer, c) : How::none;
+    const How how = failure == ErrorReason::none ? choose(r, c, resolved) : How::none;
     // Lanes that were named as calling together may still be carried out in different ways.
     [[maybe_unused]] unsigned alike = 0;
     if constexpr (lanes) alike = __match_any_sync(group.together(), static_cast<unsigned>(how));
     if (how == How::none) {
-      if (failure == ErrorReason::none && route(peer).nic == Path::proxy && !fits_command(c)) {
+      if (failure == ErrorReason::none && r.nic == Path::proxy && !fits_command(c)) {
         failure = ErrorReason::bad_argument;
         detail = c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch;
       } else if (failure == ErrorReason::none) {
         failure = ErrorReason::unsupported;
-        detail = static_cast<std::uint64_t>(route(peer).nic);
+        detail = static_cast<std::uint64_t>(r.nic);
       }
       ticket.status = refuse(failure, c.operation, peer, detail);
       return ticket;
     }
-    const Route& r = route(peer);
     if constexpr (Paths.has(Path::lsa)) {
       if (how == How::stores) {
         if constexpr (lanes) {
-          ticket.status = store_directly(this_thread, r, peer, c, resolved);
+          ticket.status = store_directly(this_thread, r, c, resolved);
         } else {
-          ticket.status = store_directly(group, r, peer, c, resolved);
+          ticket.status = store_directly(group, r, c, resolved);
         }
         return ticket;
       }
@@ -589,11 +584,11 @@ class NetSet {
     if constexpr (Paths.has(Path::direct)) {
       if (how == How::direct) {
         if constexpr (lanes) {
-          return post_lanes(alike, r, c, resolved, doorbell);
+          return post_lanes(alike, route(peer), *r.send, c, resolved, doorbell);
         } else {
           // The group's writes to the source happen before the leader's release in ring().
           group.sync();
-          if (group.leader()) ticket = post_one(r, c, resolved, doorbell);
+          if (group.leader()) ticket = post_one(route(peer), *r.send, c, resolved, doorbell);
           return group.broadcast(ticket);
         }
       }
@@ -601,10 +596,10 @@ class NetSet {
     if constexpr (Paths.has(Path::proxy)) {
       if (how == How::proxy) {
         if constexpr (lanes) {
-          return push_lanes(alike, r, c, pay_fence);
+          return push_lanes(alike, route(peer), r, c, pay_fence);
         } else {
           group.sync();
-          if (group.leader()) ticket = push_one(r, c, pay_fence);
+          if (group.leader()) ticket = push_one(route(peer), r, c, pay_fence);
           return group.broadcast(ticket);
         }
       }
@@ -614,19 +609,20 @@ class NetSet {
 
   // ---- direct ----
 
-  BELFRY_DEVICE Ticket post_one(const Route& r, const queue::Command& c,
+  // `in_table` is for the ticket; what its entry says has been read.
+  BELFRY_DEVICE Ticket post_one(const Route& in_table, queue::SendQueue& q, const queue::Command& c,
                                 const post::Resolved& resolved, post::Doorbell doorbell) const {
     Ticket ticket;
-    ticket.route = &r;
+    ticket.route = &in_table;
     ticket.slot = c.result_slot;
-    ticket.status = post::submit(*r.send, c, resolved, doorbell, comm_.scope, ticket.end);
+    ticket.status = post::submit(q, c, resolved, doorbell, comm_.scope, ticket.end);
     return ticket;
   }
 
   // One reservation and one doorbell for the lanes that reach the same queue.
-  BELFRY_DEVICE Ticket post_lanes(unsigned active, const Route& r, const queue::Command& c,
-                                  const post::Resolved& resolved, post::Doorbell doorbell) const {
-    queue::SendQueue& q = *r.send;
+  BELFRY_DEVICE Ticket post_lanes(unsigned active, const Route& in_table, queue::SendQueue& q,
+                                  const queue::Command& c, const post::Resolved& resolved,
+                                  post::Doorbell doorbell) const {
     const post::Sequence sequence(q, c, resolved);
     const unsigned lane = Warp::rank();
     // Long operations chunk by themselves; the short ones of a warp go together.
@@ -646,11 +642,11 @@ class NetSet {
       if (other < lane) before += theirs;
       total += theirs;
     }
-    if (!is_short || total > q.depth) return post_one(r, c, resolved, doorbell);
+    if (!is_short || total > q.depth) return post_one(in_table, q, c, resolved, doorbell);
     const auto first_lane = static_cast<unsigned>(__ffs(static_cast<int>(together)) - 1);
     const unsigned last_lane = 31 - static_cast<unsigned>(__clz(static_cast<int>(together)));
     Ticket ticket;
-    ticket.route = &r;
+    ticket.route = &in_table;
     ticket.slot = c.result_slot;
     std::uint64_t first = 0;
     if (lane == first_lane) ticket.status = queue::reserve(q, total, comm_.scope, first);
@@ -694,9 +690,10 @@ class NetSet {
     }
   }
 
-  BELFRY_DEVICE Ticket push_one(const Route& r, const queue::Command& c, bool pay_fence) const {
+  BELFRY_DEVICE Ticket push_one(const Route& in_table, const Route& r, const queue::Command& c,
+                                bool pay_fence) const {
     Ticket ticket;
-    ticket.route = &r;
+    ticket.route = &in_table;
     ticket.slot = c.result_slot;
     std::uint64_t first = 0;
     ticket.status = queue::reserve(*r.ring, 1, comm_.scope, first);
@@ -707,17 +704,17 @@ class NetSet {
     return ticket;
   }
 
-  BELFRY_DEVICE Ticket push_lanes(unsigned active, const Route& r, const queue::Command& c,
-                                  bool pay_fence) const {
+  BELFRY_DEVICE Ticket push_lanes(unsigned active, const Route& in_table, const Route& r,
+                                  const queue::Command& c, bool pay_fence) const {
     const unsigned lane = Warp::rank();
     const unsigned together = __match_any_sync(
         active, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(r.ring)));
     const auto count = static_cast<std::uint32_t>(__popc(together));
-    if (count > r.ring->depth) return push_one(r, c, pay_fence);
+    if (count > r.ring->depth) return push_one(in_table, r, c, pay_fence);
     const auto first_lane = static_cast<unsigned>(__ffs(static_cast<int>(together)) - 1);
     const auto before = static_cast<std::uint32_t>(__popc(together & ((1u << lane) - 1)));
     Ticket ticket;
-    ticket.route = &r;
+    ticket.route = &in_table;
     ticket.slot = c.result_slot;
     std::uint64_t first = 0;
     if (lane == first_lane) ticket.status = queue::reserve(*r.ring, count, comm_.scope, first);
@@ -735,58 +732,56 @@ class NetSet {
 
   // ---- lsa ----
 
-  BELFRY_DEVICE BELFRY_INLINE bool by_stores(const Route& r, int peer,
-                                             const queue::Command& c) const {
-    if (r.lsa == 0) return false;
-    const bool control =
-        c.operation == queue::Operation::signal || c.operation == queue::Operation::none;
-    return comm_.window_table[control ? control_window : c.dst_window].peers[peer].lsa != nullptr;
+  BELFRY_DEVICE BELFRY_INLINE static bool by_stores(const Route& r, const queue::Command& c,
+                                                    const post::Resolved& resolved) {
+    if constexpr (Paths.has(Path::lsa)) {
+      const bool data =
+          c.operation != queue::Operation::signal && c.operation != queue::Operation::none;
+      const bool tells = c.signal_op != queue::SignalOp::none;
+      return r.lsa != 0 && (!data || resolved.lsa != nullptr) &&
+             (!tells || resolved.lsa_signal != nullptr);
+    }
+    return false;
   }
 
   template <class Group>
-  BELFRY_DEVICE BELFRY_INLINE Status store_directly(const Group& group, const Route& r, int peer,
+  BELFRY_DEVICE BELFRY_INLINE Status store_directly(const Group& group, const Route& r,
                                                     const queue::Command& c,
                                                     const post::Resolved& resolved) const {
     using queue::Operation;
-    std::byte* remote = lsa_base(peer, c.dst_window);
+    std::byte* const remote = resolved.lsa;
     auto* local = reinterpret_cast<std::byte*>(resolved.local.address);
     // Members may read what others wrote to the source.
     group.sync();
     switch (c.operation) {
-      case Operation::put:
-        belfry::detail::copy_bytes(group, remote + c.dst_offset, local, c.bytes);
-        break;
-      case Operation::get:
-        belfry::detail::copy_bytes(group, local, remote + c.dst_offset, c.bytes);
-        break;
+      case Operation::put: belfry::detail::copy_bytes(group, remote, local, c.bytes); break;
+      case Operation::get: belfry::detail::copy_bytes(group, local, remote, c.bytes); break;
       case Operation::put_2d:
         for (std::uint64_t row = 0; c.bytes != 0 && row < c.rows; ++row) {
-          belfry::detail::copy_bytes(group, remote + c.dst_offset + row * c.dst_pitch,
-                                     local + row * c.src_pitch, c.bytes);
+          belfry::detail::copy_bytes(group, remote + row * c.dst_pitch, local + row * c.src_pitch,
+                                     c.bytes);
         }
         break;
       case Operation::put_value:
-        if (group.leader()) store_value(remote + c.dst_offset, c);
+        if (group.leader()) store_value(remote, c);
         break;
       default: break;
     }
     // Every member's stores happen before the leader's signal.
     group.sync();
     Status status = Status::ok;
-    if (group.leader()) status = signal_directly(r, peer, c);
+    if (group.leader()) status = signal_directly(r, c, resolved.lsa_signal);
     return group.broadcast(status);
   }
 
-  BELFRY_DEVICE BELFRY_INLINE Status signal_directly(const Route& r, int peer,
-                                                     const queue::Command& c) const {
+  BELFRY_DEVICE BELFRY_INLINE Status signal_directly(const Route& r, const queue::Command& c,
+                                                     std::uint64_t* word) const {
     if (c.signal_op != queue::SignalOp::none) {
       // A strong signal also follows puts to windows that only the NIC reaches.
       if (!c.weak) {
         const Status status = drain_peer(r);
         if (status != Status::ok) return status;
       }
-      auto* word = reinterpret_cast<std::uint64_t*>(
-          comm_.window_table[control_window].peers[peer].lsa + 8ull * c.signal_id);
       // Release at system scope, cumulative over the group's stores through the barrier.
       if (c.signal_op == queue::SignalOp::add) {
         belfry::add<Order::release, Scope::system>(word, c.signal_value);
@@ -826,13 +821,9 @@ class NetSet {
       return ticket;
     }
     const Route& r = route(peer);
-    if constexpr (Paths.has(Path::lsa)) {
-      if (by_stores(r, peer, c)) {
-        auto* target =
-            reinterpret_cast<std::uint64_t*>(lsa_base(peer, c.dst_window) + c.dst_offset);
-        ticket.value = atomic_directly(c, target);
-        return ticket;
-      }
+    if (by_stores(r, c, resolved)) {
+      ticket.value = atomic_directly(c, reinterpret_cast<std::uint64_t*>(resolved.lsa));
+      return ticket;
     }
     if constexpr (Paths.has(Path::direct)) {
       if (r.nic == Path::direct) {
@@ -857,7 +848,7 @@ class NetSet {
       if (r.nic == Path::proxy) {
         ticket.status = queue::acquire_result(*r.ring, comm_.scope, c.result_slot);
         if (ticket.status != Status::ok) return ticket;
-        ticket = push_one(r, c, false);
+        ticket = push_one(r, r, c, false);
         // Not pushed: nobody will write to it.
         if (ticket.status != Status::ok) queue::release_result(*r.ring, c.result_slot);
         return ticket;
@@ -947,7 +938,7 @@ class NetSet {
           c.signal_value = two ? detail::packet(words[at + 1], tag) : 0;
           c.src_offset = 0;
           c.src_window = 0;
-          ticket = push_one(r, c, false);
+          ticket = push_one(r, r, c, false);
         }
         return ticket;
       }

@@ -20,6 +20,8 @@ struct Resolved {
   queue::RemoteBuffer remote{};
   queue::LocalBuffer local{};
   queue::RemoteBuffer signal{};
+  std::byte* lsa = nullptr;             // the remote place for loads and stores, where it has one
+  std::uint64_t* lsa_signal = nullptr;  // likewise
   ErrorReason failure = ErrorReason::none;
   std::uint64_t detail = 0;
 };
@@ -60,45 +62,60 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
     fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
     return r;
   }
-  if (c.signal_op != queue::SignalOp::none) {
-    if (c.signal_id >= comm.signal_words) {
-      fail(ErrorReason::bad_argument, c.signal_id);
-      return r;
-    }
-    const WindowPeer& control = comm.window_table[control_window].peers[peer];
-    r.signal = {control.address + 8ull * c.signal_id, control.rkey};
+  const bool signals = c.signal_op != queue::SignalOp::none;
+  const bool data = c.operation != Operation::signal && c.operation != Operation::none;
+  const bool source = has_source(c.operation);
+  if (signals && c.signal_id >= comm.signal_words) {
+    fail(ErrorReason::bad_argument, c.signal_id);
+    return r;
   }
   if (c.has_counter && c.counter_id >= comm.counters) {
     fail(ErrorReason::bad_argument, c.counter_id);
     return r;
   }
-  if (c.operation == Operation::signal || c.operation == Operation::none) return r;
-  if (c.dst_window >= comm.windows) {
+  if (data && c.dst_window >= comm.windows) {
     fail(ErrorReason::out_of_window, c.dst_window);
     return r;
   }
-  const WindowView& dst = comm.window_table[c.dst_window];
+  if (source && c.src_window >= comm.windows) {
+    fail(ErrorReason::out_of_window, c.src_window);
+    return r;
+  }
+  WindowView dst, src;
+  WindowPeer to, from, control;
+  if (data) {
+    dst = load_entry(comm.window_table + c.dst_window);
+    to = load_entry(comm.peer_entry(c.dst_window, peer));
+  }
+  if (source) {
+    src = load_entry(comm.window_table + c.src_window);
+    from = load_entry(comm.peer_entry(c.src_window, peer));
+  }
+  if (signals) control = load_entry(comm.peer_entry(control_window, peer));
+  if (signals) {
+    r.signal = {control.address + 8ull * c.signal_id, control.rkey};
+    if (control.lsa != nullptr) {
+      r.lsa_signal = reinterpret_cast<std::uint64_t*>(control.lsa) + c.signal_id;
+    }
+  }
+  if (!data) return r;
   const std::uint64_t dst_bytes =
       c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
   // It may be withdrawn meanwhile; who names a window was told of it.
-  if (peek(&dst.valid) == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
+  if (dst.valid == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
     fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
     return r;
   }
-  r.remote = {dst.peers[peer].address + c.dst_offset, dst.peers[peer].rkey};
-  if (has_source(c.operation)) {
-    if (c.src_window >= comm.windows) {
-      fail(ErrorReason::out_of_window, c.src_window);
-      return r;
-    }
-    const WindowView& src = comm.window_table[c.src_window];
+  r.remote = {to.address + c.dst_offset, to.rkey};
+  if (to.lsa != nullptr) r.lsa = to.lsa + c.dst_offset;
+  if (source) {
     const std::uint64_t src_bytes =
         c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
-    if (peek(&src.valid) == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
+    if (src.valid == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
       fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
       return r;
     }
-    r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, src.peers[peer].lkey};
+    r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, from.lkey};
   }
   const bool atomic = c.operation == Operation::fetch_add ||
                       c.operation == Operation::compare_swap || c.operation == Operation::swap;
@@ -125,16 +142,16 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm,
   return r;
 }
 
-BELFRY_HOST_DEVICE inline Status report(const DeviceComm& comm, const queue::Command& c, int peer,
-                                        std::uint32_t context, ErrorReason failure,
-                                        std::uint64_t detail) {
-  ErrorRecord record{};
-  record.reason = failure;
-  record.operation = static_cast<std::uint32_t>(c.operation);
-  record.peer = peer;
-  record.context = context;
-  record.detail = detail;
-  raise(comm.scope.error, record);
+BELFRY_HOST_DEVICE BELFRY_COLD Status report(ErrorRecord* record, queue::Operation operation,
+                                             int peer, std::uint32_t context, ErrorReason failure,
+                                             std::uint64_t detail) {
+  ErrorRecord found{};
+  found.reason = failure;
+  found.operation = static_cast<std::uint32_t>(operation);
+  found.peer = peer;
+  found.context = context;
+  found.detail = detail;
+  raise(record, found);
   return Status::failed;
 }
 
