@@ -12,14 +12,6 @@ void note_status(Result& result, std::size_t op, Status status) {
   result.note(fmt::format("operation {} ended {}", op, to_string(status)));
 }
 
-namespace {
-
-std::byte scratch_byte(std::uint64_t seed, std::uint64_t i) {
-  return static_cast<std::byte>((seed + i * 7 + (i >> 8) * 13) & 0xff);
-}
-
-}  // namespace
-
 void fill_scratch(std::byte* memory, std::uint64_t bytes, std::uint64_t seed) {
   for (std::uint64_t i = 0; i < bytes; ++i) memory[i] = scratch_byte(seed, i);
 }

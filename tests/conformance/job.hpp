@@ -45,6 +45,9 @@ struct Job {
 };
 
 void note_status(Result& result, std::size_t op, Status status);
+BELFRY_HOST_DEVICE inline std::byte scratch_byte(std::uint64_t seed, std::uint64_t i) {
+  return static_cast<std::byte>((seed + i * 7 + (i >> 8) * 13) & 0xff);
+}
 void fill_scratch(std::byte* memory, std::uint64_t bytes, std::uint64_t seed);
 void check_bytes(Result& result, const Op& op, const std::byte* found, const std::byte* wanted);
 void check_packets(Result& result, const Op& op, const std::byte* expected,

@@ -1,0 +1,2158 @@
+// The persistent kernel, from its roles down to one batch of WQEs, and the host's side of it:
+// memory, commands by words in pinned memory, reports.
+#include "softnic/kernel_engine.hpp"
+
+#include <sys/random.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdarg>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <utility>
+
+#include "belfry/status.hpp"
+#include "softnic/device_env.hpp"
+
+namespace belfry::softnic {
+namespace kernel {
+
+// ---- What the warps of a CTA share ----
+
+// A copy by the movers of one CTA; `word` as in GridJob, 16 bits each.
+struct TeamJob {
+  std::uint32_t word;
+  std::uint32_t done;
+  std::uint32_t chunk;
+  std::byte* to;
+  const std::byte* from;
+  std::uint64_t bytes;
+};
+
+constexpr std::uint32_t mover_rest_ns = 40;
+constexpr std::uint32_t empty_front_rest_ns = 400;
+
+struct Board {
+  std::uint32_t stop;
+  std::uint32_t epoch;  // the scout's copies of words outside the CTA
+  std::uint64_t grid_active;
+  std::uint32_t active;  // a bit per front of this CTA with a team job
+  TeamJob team[max_fronts_per_cta];
+};
+
+// What a front needs of a QP for every batch. The rest is in DeviceQp, and so is this while the
+// engine's general code runs.
+struct HotQp {
+  const std::byte* ring;
+  const mlx5::DoorbellRecord* record;
+  const std::uint64_t* doorbell;
+  std::uint64_t rung_value;  // the register, as last read
+  std::uint64_t suspect_ns;  // since when record and register have disagreed; 0: they agree
+  std::uint32_t mask, qpn, user_index, peer, index;
+  QpState state;
+  std::uint32_t dirty_rkey;
+  std::uint32_t receive_word;  // of the record, when the QP was connected
+  std::uint16_t consumer;
+  std::uint16_t allowed;  // rings waited for: how far the last one lets the queue run
+  std::uint16_t rung;     // the producer index of the last ring
+  std::uint16_t suspect_said;
+  std::uint8_t cq;
+  bool dirty;    // stores that no fence has followed
+  bool in_hand;  // the general code holds a WQE that takes more turns
+  bool ringing;  // rung, and the record has not followed
+  bool suspect_reported;
+  bool backlog;  // the last batch left WQEs behind
+  // A grid job under way, and what its completion will say.
+  bool copying, wants_job, job_signalled;
+  std::uint8_t job_opcode;
+  std::uint32_t job_chunks, job_cqe_bytes;
+  std::uint64_t job_bytes;
+  std::int64_t job_due;  // by this SM's clock
+};
+
+struct HotCq {
+  EngineCq* home;
+  mlx5::Cqe* buffer;
+  const mlx5::CqDoorbellRecord* record;
+  std::uint32_t produced, consumer_seen, log2_depth;
+  bool collapsed, ignore_overrun, failed;
+};
+
+struct Front {
+  static constexpr std::uint32_t cached_keys = 32;  // here, and of peers
+  HotQp qp[slots_per_front];
+  HotCq cq[slots_per_front];
+  KeyEntry cache[2 * cached_keys];
+  Help help;
+  Counters count;
+  std::uint64_t random_state;
+  std::uint32_t valid;     // slots in use
+  std::uint32_t warp;      // of its CTA: the number of its team job
+  std::uint32_t job_busy;  // its grid job is under way
+  bool strict, faulty, poll_records;
+  std::uint64_t patience_ns;
+};
+
+struct Shared {
+  Board board;
+  Front front[max_fronts_per_cta];
+};
+static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory");
+
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t low(std::uint64_t v) {
+  return static_cast<std::uint32_t>(v);
+}
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t high(std::uint64_t v) {
+  return static_cast<std::uint32_t>(v >> 32);
+}
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t below(std::uint32_t lane) {
+  return lane >= lanes ? all_lanes : (1u << lane) - 1;
+}
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t first_of(std::uint32_t mask) {
+  return mask == 0 ? lanes : static_cast<std::uint32_t>(__ffs(static_cast<int>(mask)) - 1);
+}
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t count_of(std::uint32_t mask) {
+  return static_cast<std::uint32_t>(__popc(static_cast<int>(mask)));
+}
+template <class T>
+BELFRY_DEVICE BELFRY_INLINE T* from_lane(T* pointer, std::uint32_t lane) {
+  return reinterpret_cast<T*>(__shfl_sync(
+      all_lanes, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(pointer)),
+      static_cast<int>(lane)));
+}
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t from_lane(std::uint32_t value, std::uint32_t lane) {
+  return __shfl_sync(all_lanes, value, static_cast<int>(lane));
+}
+
+// Read anew, so that what follows from the lane is computed where it is used: kept from one turn of
+// a loop to the next it would not find registers, and local memory is slow behind an acquire.
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t this_lane() {
+  std::uint32_t lane = 0;
+#if BELFRY_ON_GPU
+  asm volatile("mov.u32 %0, %%laneid;" : "=r"(lane));
+#endif
+  return lane;
+}
+
+BELFRY_DEVICE BELFRY_INLINE void give_way(std::uint32_t ns) {
+#if BELFRY_ON_GPU
+  __nanosleep(ns);
+#else
+  (void)ns;
+#endif
+}
+
+BELFRY_DEVICE BELFRY_INLINE bool stopped(const Board& board) {
+  return load<Order::relaxed, Scope::block>(&board.stop) != 0;
+}
+
+// Every lane fences, though one instruction serves all: release is of the thread that then stores,
+// and which lane that is differs.
+BELFRY_DEVICE BELFRY_INLINE void release_all() {
+  __syncwarp();
+  fence<Order::acq_rel, Scope::system>();
+  __syncwarp();
+}
+
+// ---- Copies that movers share ----
+
+// Chunks begin at multiples of their size in the target's address, so that a copy with an odd
+// start has one odd chunk at each end and none between.
+BELFRY_DEVICE BELFRY_INLINE void copy_chunk(std::byte* to, const std::byte* from,
+                                            std::uint64_t bytes, std::uint64_t chunk,
+                                            std::uint64_t number, std::uint32_t lane) {
+  const std::uint64_t skew = reinterpret_cast<std::uintptr_t>(to) & 15;
+  const std::uint64_t begin = number == 0 ? 0 : number * chunk - skew;
+  const std::uint64_t end = (number + 1) * chunk - skew;
+  copy_by_warp(to + begin, from + begin, (end < bytes ? end : bytes) - begin, lane);
+}
+BELFRY_DEVICE BELFRY_INLINE std::uint64_t chunks_of(const std::byte* to, std::uint64_t bytes,
+                                                    std::uint64_t chunk) {
+  return ((reinterpret_cast<std::uintptr_t>(to) & 15) + bytes + chunk - 1) / chunk;
+}
+
+// Takes and copies one chunk; false when there was none. Who takes the last one clears the job's
+// bit before the job can be over, and so before it can be set again.
+BELFRY_DEVICE bool help_team(Board& board, std::uint32_t number, std::uint32_t lane) {
+  TeamJob& job = board.team[number];
+  std::uint32_t word = 0;
+  // Acquire: the job's fields were written before its word was.
+  if (lane == 0) word = fetch_add<Order::acquire, Scope::block>(&job.word, 1u);
+  word = from_lane(word, 0);
+  __syncwarp();  // hands the acquire to the other lanes: shuffles order no memory
+  const std::uint32_t index = word & 0xffff, chunks = word >> 16;
+  if (index >= chunks) return false;
+  if (lane == 0 && index + 1 == chunks) atomicAnd_block(&board.active, ~(1u << number));
+  copy_chunk(job.to, job.from, job.bytes, job.chunk, index, lane);
+  __syncwarp();
+  // Release: the lanes' stores, for the front's fence.
+  if (lane == 0) fetch_add<Order::release, Scope::block>(&job.done, 1u);
+  return true;
+}
+
+// The front's part: a short copy by itself, a longer one with its CTA; returns when it is done.
+BELFRY_DEVICE BELFRY_INLINE void copy_by_front(Board& board, std::uint32_t number, std::byte* to,
+                                               const std::byte* from, std::uint64_t bytes,
+                                               std::uint32_t lane) {
+  TeamJob& job = board.team[number];
+  const bool alone = bytes <= solo_bytes;
+  const std::uint32_t chunk = bytes <= 32768 ? 2048 : 4096;
+  const auto chunks = static_cast<std::uint32_t>(chunks_of(to, bytes, chunk));
+  if (!alone) {
+    if (lane == 0) {
+      job.to = to;
+      job.from = from;
+      job.bytes = bytes;
+      job.chunk = chunk;
+      job.done = 0;
+      store<Order::release, Scope::block>(&job.word, chunks << 16);
+      atomicOr_block(&board.active, 1u << number);
+    }
+    __syncwarp();
+  }
+  const std::uint64_t skew = reinterpret_cast<std::uintptr_t>(to) & 15;
+  std::uint32_t mine = 0;
+#pragma unroll 1
+  for (;;) {
+    std::uint64_t begin = 0, end = bytes;
+    if (!alone) {
+      std::uint32_t index = 0;
+      if (lane == 0) {
+        index = fetch_add<Order::relaxed, Scope::block>(&job.word, 1u) & 0xffff;
+        if (index + 1 == chunks) atomicAnd_block(&board.active, ~(1u << number));
+      }
+      index = from_lane(index, 0);
+      if (index >= chunks) break;
+      ++mine;
+      begin = index == 0 ? 0 : std::uint64_t{index} * chunk - skew;
+      const std::uint64_t limit = (std::uint64_t{index} + 1) * chunk - skew;
+      end = limit < bytes ? limit : bytes;
+    }
+    copy_by_warp(to + begin, from + begin, end - begin, lane);
+    if (alone) break;
+  }
+  if (!alone) {
+    // Acquire: the movers' stores, which this warp's next fence then covers.
+    while (load<Order::acquire, Scope::block>(&job.done) != chunks - mine && !stopped(board)) {
+    }
+  }
+  __syncwarp();
+}
+
+BELFRY_DEVICE BELFRY_INLINE void report_chunks(const Tables& t, std::uint32_t job,
+                                               std::uint32_t& chunks, std::uint32_t lane) {
+  // Release: the lanes' stores. Once for many chunks, since it waits until they have arrived.
+  if (chunks != 0 && lane == 0) {
+    fetch_add<Order::release, Scope::system>(&t.jobs[job].done, chunks);
+  }
+  chunks = 0;
+}
+
+BELFRY_DEVICE BELFRY_INLINE bool help_teams(Board& board, std::uint32_t& turn, std::uint32_t lane) {
+  const std::uint32_t active = from_lane(load<Order::relaxed, Scope::block>(&board.active), 0);
+  if (active == 0) return false;
+  // Movers begin at different jobs, so that no front waits for the others' to end.
+  const std::uint32_t later = active & ~below(turn++ % max_fronts_per_cta);
+  help_team(board, first_of(later != 0 ? later : active), lane);
+  return true;
+}
+
+BELFRY_DEVICE void run_mover(const Tables& t, Board& board, std::uint32_t number,
+                             std::uint32_t lane) {
+  std::uint32_t turn = number, grid_turn = number;
+  std::uint32_t held = 0, held_chunks = 0;  // copied and not yet said so
+  for (;;) {
+    // A mover with nothing to do leaves the SM to its fronts.
+    const bool idle = load<Order::relaxed, Scope::block>(&board.active) == 0 &&
+                      load<Order::relaxed, Scope::block>(&board.grid_active) == 0;
+    if (__all_sync(all_lanes, idle)) {
+      if (__any_sync(all_lanes, stopped(board))) return;
+      report_chunks(t, held, held_chunks, lane);
+      give_way(mover_rest_ns);
+      continue;
+    }
+    if (__any_sync(all_lanes, stopped(board))) return;
+    if (help_teams(board, turn, lane)) {
+      report_chunks(t, held, held_chunks, lane);
+      continue;
+    }
+    std::uint64_t grid = load<Order::relaxed, Scope::block>(&board.grid_active);
+    grid = static_cast<std::uint64_t>(from_lane(high(grid), 0)) << 32 | from_lane(low(grid), 0);
+    if (grid == 0) {
+      report_chunks(t, held, held_chunks, lane);
+      continue;
+    }
+    const std::uint64_t later = grid & (~0ull << (grid_turn % max_fronts));
+    const auto which =
+        static_cast<std::uint32_t>(__ffsll(static_cast<long long>(later != 0 ? later : grid)) - 1);
+    grid_turn = which + 1;
+    if (which != held) report_chunks(t, held, held_chunks, lane);
+    held = which;
+    GridJob& job = t.jobs[which];
+    std::uint64_t word = 0;
+    // Acquire: the job's fields, and the data that its poster had acquired.
+    if (lane == 0) word = fetch_add<Order::acquire, Scope::device>(&job.word, 1u);
+    __syncwarp();
+    std::uint32_t index = from_lane(low(word), 0);
+    const std::uint32_t chunks = from_lane(high(word), 0);
+    if (index >= chunks) {
+      report_chunks(t, held, held_chunks, lane);
+      continue;
+    }
+    std::byte* to = job.to;
+    const std::byte* from = job.from;
+    const std::uint64_t bytes = job.bytes, chunk = job.chunk;
+#pragma unroll 1
+    for (std::uint32_t visited = 1;; ++visited) {
+      if (lane == 0 && index + 1 == chunks) {
+        atomicAnd(reinterpret_cast<unsigned long long*>(t.grid_active), ~(1ull << which));
+      }
+      // The next number travels while this chunk is copied. With a chunk in hand the job cannot
+      // end, so the number is one of this job's.
+      const bool more = visited < grid_visit;
+      if (more && lane == 0) word = fetch_add<Order::relaxed, Scope::device>(&job.word, 1u);
+      copy_chunk(to, from, bytes, chunk, index, lane);
+      __syncwarp();
+      ++held_chunks;
+      if (!more) break;
+      help_teams(board, turn, lane);
+      index = from_lane(low(word), 0);
+      if (index >= chunks || stopped(board)) break;
+    }
+  }
+}
+
+// ---- Keys ----
+
+// One access that a lane looks up.
+struct Access {
+  bool wanted;
+  std::uint32_t key, peer, need;
+  std::uint64_t address;
+};
+
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t cache_place(const Access& a) {
+  return (((a.key >> 8) + 5 * a.peer) % Front::cached_keys) +
+         (a.peer != 0 ? Front::cached_keys : 0);
+}
+
+BELFRY_DEVICE BELFRY_INLINE std::byte* admitted(const KeyEntry& e, const Access& a,
+                                                std::uint64_t bytes) {
+  const std::uint64_t offset = a.address - e.iova;
+  const bool good = a.wanted && a.key != 0 && e.key == a.key && e.peer == a.peer &&
+                    offset <= e.bytes && bytes <= e.bytes - offset && (e.access & a.need) == a.need;
+  return good ? reinterpret_cast<std::byte*>(e.pointer + offset) : nullptr;
+}
+
+BELFRY_DEVICE BELFRY_INLINE void fetch_entry(const Tables& t, Front& f, const Access& a,
+                                             KeyEntry& e, std::uint32_t lane) {
+  const bool miss = a.wanted && (e.key != a.key || e.peer != a.peer);
+  const std::uint32_t missing = __ballot_sync(all_lanes, miss);
+  if (missing == 0) return;
+  if (miss) {
+    const KeyEntry* home = entry_of(t, a.key, a.peer);
+    e.key = 0;
+    if (home != nullptr && a.key != 0) e = read_past_l1(home);
+  }
+  // One writer, so that no entry is put together from two.
+  if (lane == first_of(missing) && e.key == a.key) f.cache[cache_place(a)] = e;
+  __syncwarp();
+}
+
+// Where the bytes of two registrations are, or null. Collective; every lane looks up its own. The
+// cache is forgotten at every command.
+BELFRY_DEVICE BELFRY_INLINE void find(const Tables& t, Front& f, const Access& first,
+                                      const Access& second, std::uint64_t bytes,
+                                      std::byte*& first_at, std::byte*& second_at,
+                                      std::uint32_t lane) {
+  KeyEntry a = {}, b = {};
+  if (first.wanted) a = f.cache[cache_place(first)];
+  if (second.wanted) b = f.cache[cache_place(second)];
+  const bool miss = (first.wanted && (a.key != first.key || a.peer != first.peer)) ||
+                    (second.wanted && (b.key != second.key || b.peer != second.peer));
+  if (__any_sync(all_lanes, miss)) [[unlikely]] {
+    fetch_entry(t, f, first, a, lane);
+    fetch_entry(t, f, second, b, lane);
+  }
+  first_at = admitted(a, first, bytes);
+  second_at = admitted(b, second, bytes);
+}
+
+// ---- Completion ----
+
+// Writes a CQE for each lane in `signalled`; there is room. Everything that the warp did before is
+// visible to whoever sees one.
+BELFRY_DEVICE void write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t signalled,
+                              std::uint32_t wqe_opcode, std::uint32_t counter, std::uint32_t bytes,
+                              std::uint32_t lane) {
+  const std::uint32_t produced = cq.produced;
+  const std::uint32_t number = produced + count_of(signalled & below(lane));
+  // A collapsed queue shows the last one only.
+  const std::uint32_t last =
+      lanes - 1 - static_cast<std::uint32_t>(__clz(static_cast<int>(signalled)));
+  const bool writes = cq.collapsed ? lane == last : (signalled >> lane & 1) != 0;
+  mlx5::Cqe* entry = &cq.buffer[cq.collapsed ? 0 : number & ((1u << cq.log2_depth) - 1)];
+  auto* words = reinterpret_cast<std::uint64_t*>(entry);
+  auto* tail = reinterpret_cast<std::uint32_t*>(words + 7);
+  if (writes) {
+    store_word16(reinterpret_cast<Word16*>(words), {0, 0});
+    store_word16(reinterpret_cast<Word16*>(words + 2), {0, 0});
+    store_word16(
+        reinterpret_cast<Word16*>(words + 4),
+        {mlx5::be32(q.user_index).raw, static_cast<std::uint64_t>(mlx5::be32(bytes).raw) << 32});
+    // Hardware's time stamp is a free-running counter too.
+    store<Order::relaxed, Scope::system>(words + 6,
+                                         mlx5::be64(static_cast<std::uint64_t>(clock64())).raw);
+    store<Order::relaxed, Scope::system>(tail, mlx5::be32(wqe_opcode << 24 | q.qpn).raw);
+  }
+  __syncwarp();
+  if (writes) {
+    fence<Order::acq_rel, Scope::system>();
+    store<Order::relaxed, Scope::system>(
+        tail + 1, mlx5::CqeTail::of(mlx5::CqeOpcode::requester, static_cast<std::uint16_t>(counter),
+                                    number >> cq.log2_depth & 1)
+                      .word);
+  }
+  if (lane == 0) {
+    const std::uint32_t n = count_of(signalled);
+    cq.produced = produced + n;
+    // For WAIT, and for the general code.
+    store<Order::relaxed, Scope::device>(&cq.home->produced, produced + n);
+    f.count.cqes += n;
+  }
+}
+
+// How many CQEs the queue has room for.
+BELFRY_DEVICE std::uint32_t cq_room(HotCq& cq, std::uint32_t wanted, std::uint32_t lane) {
+  if (cq.ignore_overrun) return ~0u;
+  const std::uint32_t depth = 1u << cq.log2_depth;
+  std::uint32_t room = depth - ((cq.produced - cq.consumer_seen) & 0xffffff);
+  if (room >= wanted) return room;
+  // Acquire: the consumer has read the entries that are written over now.
+  std::uint32_t seen = load<Order::acquire, Scope::system>(&cq.record->consumer_index.raw);
+  seen = mlx5::swap_bytes(from_lane(seen, 0)) & 0xffffff;
+  __syncwarp();
+  if (lane == 0) cq.consumer_seen = seen;
+  __syncwarp();
+  const std::uint32_t used = (cq.produced - seen) & 0xffffff;
+  return used > depth ? 0 : depth - used;
+}
+
+// ---- Pacing ----
+
+// When, by this SM's clock, the link that is stood in for would have delivered `bytes` more.
+BELFRY_DEVICE std::int64_t due_cycle(const Tables& t, const HotQp& q, std::uint64_t bytes,
+                                     std::uint32_t lane) {
+  std::int64_t due = 0;
+  if (lane == 0) {
+    const std::uint64_t now = now_ns();
+    const std::uint64_t cost = bytes * t.picoseconds_per_kib / 1024 / 1000;
+    // With WQEs left from the last batch this one was read while that one travelled.
+    const std::uint64_t read = q.backlog ? now - t.latency_ns : now;
+    std::uint64_t free = load<Order::relaxed, Scope::device>(t.link_free);
+    std::uint64_t end = 0;
+    do {
+      end = (free > read ? free : read) + cost;
+    } while (!compare_exchange<Order::relaxed, Scope::device>(t.link_free, free, end));
+    due =
+        clock64() + static_cast<std::int64_t>((end + t.latency_ns - now) * t.cycles_per_us / 1000);
+  }
+  return __shfl_sync(all_lanes, static_cast<long long>(due), 0);
+}
+
+// ---- The fast path ----
+
+enum class Kind : std::uint32_t {
+  slow,     // for the engine's general code, which also words the errors
+  nothing,  // NOP, or a WRITE of no bytes
+  word,     // inline WRITE of 4 or 8 aligned bytes: one store, which readers may poll
+  short_,   // other inline WRITE of up to 28 bytes
+  data,     // WRITE or READ with one data segment
+  add,      // FETCH_ADD of 8 bytes
+};
+
+enum class Served { some, general, nothing };
+
+BELFRY_DEVICE BELFRY_INLINE void place_short(std::byte* to, std::uint32_t bytes, Word16 a,
+                                             Word16 b) {
+  // Seven words: the first one of the segment is its header.
+  const std::uint32_t p[7] = {high(a.low), low(a.high), high(a.high), low(b.low),
+                              high(b.low), low(b.high), high(b.high)};
+  std::uint32_t done = 0;
+  if ((reinterpret_cast<std::uintptr_t>(to) & 7) == 0) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < 3; ++k) {
+      if (8 * k + 8 <= bytes) {
+        store<Order::relaxed, Scope::system>(
+            reinterpret_cast<std::uint64_t*>(to + 8 * k),
+            static_cast<std::uint64_t>(p[2 * k + 1]) << 32 | p[2 * k]);
+        done = 8 * k + 8;
+      }
+    }
+  }
+  if ((reinterpret_cast<std::uintptr_t>(to) & 3) == 0) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < 7; ++k) {
+      if (4 * k >= done && 4 * k + 4 <= bytes) {
+        store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(to + 4 * k), p[k]);
+      }
+    }
+    done = bytes & ~3u;
+  }
+#pragma unroll
+  for (std::uint32_t k = 0; k < 28; ++k) {
+    if (k >= done && k < bytes) to[k] = static_cast<std::byte>(p[k / 4] >> (8 * (k % 4)));
+  }
+}
+
+// Serves what the lanes can read at once of one queue: at most 32 WQEs of one block each, up to
+// the first that is not for this path. `said` is the record's index.
+BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::uint32_t id,
+                                std::uint32_t slot, std::uint32_t said) {
+  const std::uint32_t lane = this_lane();
+  HotQp& q = f.qp[slot];
+  HotCq& cq = f.cq[q.cq];
+  const std::uint32_t consumer = q.consumer;
+  const std::uint32_t available = (said - consumer) & 0xffff;
+  if (available > q.mask + 1 || cq.failed) return Served::general;
+  const bool mine = lane < available;
+
+  Word16 w0 = {}, w1 = {}, w2 = {}, w3 = {};
+  if (mine) {
+    const auto* block = reinterpret_cast<const Word16*>(
+        q.ring + ((consumer + lane) & q.mask) * std::uint64_t{mlx5::wqe_block_bytes});
+    w0 = load_word16(block);
+    w1 = load_word16(block + 1);
+    w2 = load_word16(block + 2);
+    w3 = load_word16(block + 3);
+  }
+  const std::uint32_t control = mlx5::swap_bytes(low(w0.low));
+  const std::uint32_t qpn_ds = mlx5::swap_bytes(high(w0.low));
+  const auto opcode = static_cast<mlx5::Opcode>(control & 0xff);
+  const std::uint32_t ds = qpn_ds & 0x3f;
+  const bool signalled = (static_cast<std::uint32_t>(w0.high >> 24) & mlx5::completion_mask) >=
+                         mlx5::completion_always;
+  const bool in_place =
+      (control >> 8 & 0xffff) == ((consumer + lane) & 0xffff) && qpn_ds >> 8 == q.qpn;
+  const std::uint64_t remote_address = mlx5::swap_bytes(w1.low);
+  const std::uint32_t rkey = mlx5::swap_bytes(low(w1.high));
+  const std::uint32_t first = mlx5::swap_bytes(low(w2.low));
+  const bool read = opcode == mlx5::Opcode::rdma_read;
+
+  Kind kind = Kind::slow;
+  std::uint32_t bytes = 0, lkey = 0;
+  std::uint64_t local_address = 0;
+  std::uint64_t value = 0;  // the payload of a word, the operand of an add
+  if (mine && control >> 24 == 0 && (in_place || !f.strict)) {
+    if (opcode == mlx5::Opcode::rdma_write && (first & mlx5::inline_flag) != 0 &&
+        (ds == 3 || ds == 4)) {
+      bytes = first & ~mlx5::inline_flag;
+      const auto address = static_cast<std::uint32_t>(remote_address);
+      if (ds == 3 ? bytes <= 12 : bytes > 12 && bytes <= 28) {
+        const bool word = (bytes == 8 && address % 8 == 0) || (bytes == 4 && address % 4 == 0);
+        kind = bytes == 0 ? Kind::nothing : word ? Kind::word : Kind::short_;
+        value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
+      }
+    } else if ((opcode == mlx5::Opcode::rdma_write || read) && ds == 3 && first != 0 &&
+               (first & mlx5::inline_flag) == 0) {
+      kind = Kind::data;
+      bytes = first;
+      lkey = mlx5::swap_bytes(high(w2.low));
+      local_address = mlx5::swap_bytes(w2.high);
+    } else if (opcode == mlx5::Opcode::fetch_add && ds == 4 && mlx5::swap_bytes(low(w3.low)) == 8 &&
+               remote_address % 8 == 0) {
+      kind = Kind::add;
+      bytes = 8;
+      value = mlx5::swap_bytes(w2.low);
+      lkey = mlx5::swap_bytes(high(w3.low));
+      local_address = mlx5::swap_bytes(w3.high);
+    } else if ((opcode == mlx5::Opcode::rdma_write && ds == 2) ||
+               (opcode == mlx5::Opcode::nop && ds == 1)) {
+      kind = Kind::nothing;
+    }
+  }
+
+  // Both keys of every WQE, at once for all.
+  const bool travels = kind != Kind::slow && kind != Kind::nothing;
+  const bool has_local = kind == Kind::data || kind == Kind::add;
+  std::byte* remote = nullptr;
+  std::byte* local = nullptr;
+  find(t, f,
+       {travels, rkey, q.peer,
+        kind == Kind::add ? access::remote_atomic
+        : read            ? access::remote_read
+                          : access::remote_write,
+        remote_address},
+       {has_local, lkey, 0, kind == Kind::add || read ? access::local_write : 0, local_address},
+       bytes, remote, local, lane);
+  if ((travels && remote == nullptr) || (has_local && local == nullptr) ||
+      (kind == Kind::add && (reinterpret_cast<std::uintptr_t>(local) & 7) != 0)) {
+    kind = Kind::slow;
+  }
+
+  std::uint32_t n = first_of(__ballot_sync(all_lanes, kind == Kind::slow));
+  if (n == 0) return Served::general;
+  std::uint32_t asked = __ballot_sync(all_lanes, signalled) & below(n);
+  if (asked != 0) {
+    const std::uint32_t room = cq_room(cq, count_of(asked), lane);
+    while (count_of(asked) > room) {
+      n = lanes - 1 - static_cast<std::uint32_t>(__clz(static_cast<int>(asked)));
+      asked &= below(n);
+    }
+    if (n == 0) return Served::general;
+  }
+  bool dirty = q.dirty;
+  std::uint32_t dirty_rkey = q.dirty_rkey;
+  // A large copy ends on its own: what stands before it comes first, what follows comes later.
+  const std::uint32_t large =
+      __ballot_sync(all_lanes, kind == Kind::data && bytes > team_bytes) & below(n);
+  if ((large & 1) != 0) {
+    n = 1;
+    if (f.job_busy != 0) {  // the front's one job is under way for another queue
+      if (lane == 0) q.wants_job = true;
+      __syncwarp();
+      return Served::nothing;
+    }
+  } else if (large != 0) {
+    n = first_of(large);
+  }
+  std::int64_t due = 0;
+  if (t.latency_ns != 0 || t.picoseconds_per_kib != 0) [[unlikely]] {
+    const std::uint32_t kib = __reduce_add_sync(all_lanes, lane < n ? (bytes + 1023) / 1024 : 0);
+    due = due_cycle(t, q, std::uint64_t{kib} * 1024, lane);
+    while ((large & 1) == 0 && clock64() < due && !stopped(board)) {
+    }
+    __syncwarp();
+  }
+
+  const std::uint32_t datas = __ballot_sync(all_lanes, kind == Kind::data);
+  const std::uint32_t shorts = __ballot_sync(all_lanes, kind == Kind::short_);
+  const std::uint32_t all_words = __ballot_sync(all_lanes, kind == Kind::word);
+  const std::uint32_t all_adds = __ballot_sync(all_lanes, kind == Kind::add);
+  std::uint64_t moved = 0;
+  for (std::uint32_t at = 0; at < n;) {
+    if ((datas >> at & 1) != 0) {
+      const std::uint32_t length = from_lane(bytes, at);
+      const bool reading = from_lane(static_cast<std::uint32_t>(read), at) != 0;
+      std::byte* to = from_lane(reading ? local : remote, at);
+      const std::byte* from = from_lane(reading ? remote : local, at);
+      const std::uint32_t key = from_lane(rkey, at);
+      if (dirty && (t.ordered_writes != 0 || (!reading && dirty_rkey != key))) {
+        release_all();
+        dirty = false;
+      }
+      if (!reading) dirty_rkey = key;
+      if (length > team_bytes) {
+        if (lane == 0) {
+          const std::uint64_t chunk = length <= small_grid_bytes ? small_grid_chunk : grid_chunk;
+          const std::uint64_t chunks = chunks_of(to, length, chunk);
+          GridJob& job = t.jobs[id];
+          job.to = to;
+          job.from = from;
+          job.bytes = length;
+          job.chunk = chunk;
+          store<Order::relaxed, Scope::device>(&job.done, 0u);
+          q.copying = true;
+          q.wants_job = false;
+          q.job_signalled = (asked & 1) != 0;
+          q.job_opcode = static_cast<std::uint8_t>(opcode);
+          q.job_cqe_bytes = reading ? length : 0;
+          q.job_bytes = length;
+          q.job_due = due;
+          q.backlog = available > 1;
+          q.job_chunks = static_cast<std::uint32_t>(chunks);
+          q.dirty = true;
+          q.dirty_rkey = dirty_rkey;
+          f.job_busy = 1;
+          store<Order::release, Scope::device>(&job.word, chunks << 32);
+          atomicOr(reinterpret_cast<unsigned long long*>(t.grid_active), 1ull << id);
+        }
+        __syncwarp();
+        return Served::some;
+      }
+      copy_by_front(board, f.warp, to, from, length, lane);
+      dirty = true;
+      moved += length;
+      ++at;
+      if (moved >= batch_bytes) n = at;
+      continue;
+    }
+    if ((shorts >> at & 1) != 0) {
+      const std::uint32_t key = from_lane(rkey, at);
+      if (dirty && (t.ordered_writes != 0 || dirty_rkey != key)) release_all();
+      if (lane == at) place_short(remote, bytes, w2, w3);
+      __syncwarp();
+      dirty = true;
+      dirty_rkey = key;
+      ++at;
+      continue;
+    }
+
+    // Words and adds that stand together. What must stay in order is cut apart: a word after words
+    // to another registration, two accesses to one word unless they can be made one.
+    std::uint32_t end = first_of((datas | shorts | ~below(n)) & ~below(at));
+    bool inside = lane >= at && lane < end;
+    const std::uint32_t run = below(end) & ~below(at);
+    std::uint32_t words = all_words & run;
+    std::uint32_t adds = all_adds & run;
+    std::uint32_t same = 1u << lane;
+    std::uint32_t key = 0;
+    if (count_of(words | adds) > 1) {
+      const bool placed = inside && travels;
+      // A match takes the longer the more values differ, microseconds for 32: lanes that have none
+      // share one, and words in rising order, the common case, need no match at all.
+      const std::uint64_t place = placed ? reinterpret_cast<std::uintptr_t>(remote) >> 3 : ~0ull;
+      const std::uint64_t before =
+          __shfl_up_sync(all_lanes, static_cast<unsigned long long>(place), 1);
+      const bool rises = !placed || lane == at || place > before;
+      bool cut = false;
+      if (words != run || !__all_sync(all_lanes, rises)) {
+        same = __match_any_sync(all_lanes, static_cast<unsigned long long>(place));
+        if (__any_sync(all_lanes, placed && same != 1u << lane)) {
+          const std::uint32_t leader = first_of(same);
+          const auto leader_kind =
+              static_cast<Kind>(from_lane(static_cast<std::uint32_t>(kind), leader));
+          const std::byte* leader_remote = from_lane(remote, leader);
+          const std::uint32_t leader_bytes = from_lane(bytes, leader);
+          cut = placed && leader != lane &&
+                (kind != leader_kind ||
+                 (kind == Kind::word && (remote != leader_remote || bytes != leader_bytes)));
+        }
+      }
+      if (words != 0) {
+        key = from_lane(rkey, first_of(words));
+        cut |= kind == Kind::word &&
+               (rkey != key || (t.ordered_writes != 0 && ((words | adds) & below(lane)) != 0));
+      }
+      const std::uint32_t cuts = __ballot_sync(all_lanes, inside && cut);
+      if (cuts != 0) {
+        end = first_of(cuts);
+        inside = lane >= at && lane < end;
+        words &= below(end);
+        adds &= below(end);
+        same &= below(end);
+      }
+    } else if (words != 0) {
+      key = from_lane(rkey, first_of(words));
+    }
+
+    if (words != 0) {
+      if (dirty && (t.ordered_writes != 0 || dirty_rkey != key)) release_all();
+      // Of several to one word the last one is what remains.
+      if (inside && kind == Kind::word && (same >> lane) == 1) {
+        if (bytes == 8) {
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(remote), value);
+        } else {
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(remote),
+                                               low(value));
+        }
+      }
+      dirty = true;
+      dirty_rkey = key;
+    }
+    if (adds != 0) {
+      __syncwarp();
+      if (inside && kind == Kind::add) {
+        // What this queue did before, by whichever lane, is visible before the atomic is.
+        if (dirty) fence<Order::acq_rel, Scope::system>();
+        // One atomic for all that add to the same word, in their order.
+        const std::uint32_t leader = first_of(same);
+        std::uint64_t before = 0, total = value;
+        if (same != 1u << lane) {
+          total = 0;
+          for (std::uint32_t rest = same; rest != 0; rest &= rest - 1) {
+            const std::uint32_t other = first_of(rest);
+            const std::uint64_t theirs =
+                __shfl_sync(same, static_cast<unsigned long long>(value), static_cast<int>(other));
+            if (other < lane) before += theirs;
+            total += theirs;
+          }
+        }
+        std::uint64_t found = 0;
+        if (lane == leader) {
+          found = fetch_add<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(remote),
+                                                           total);
+        }
+        found =
+            __shfl_sync(same, static_cast<unsigned long long>(found), static_cast<int>(leader)) +
+            before;
+        // Results may share a place as well; the last one remains.
+        std::uint32_t sharing = adds;
+        if (count_of(adds) != 1) {
+          sharing = __match_any_sync(
+              adds, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(local)));
+        }
+        if ((sharing >> lane) == 1) {
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(local), found);
+        }
+      }
+      __syncwarp();
+      // Results lie here, and only a CQE, which fences, tells of them.
+      dirty = false;
+    }
+    at = end;
+  }
+
+  asked &= below(n);
+  const std::uint32_t counted = lane < n && travels ? bytes : 0;
+  const std::uint32_t small = __reduce_add_sync(all_lanes, kind == Kind::data ? 0 : counted);
+  if (asked != 0) {
+    write_cqes(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
+               kind == Kind::add ? 8
+               : read            ? bytes
+                                 : 0,
+               lane);
+    dirty = false;
+  }
+  if (lane == 0) {
+    q.consumer = static_cast<std::uint16_t>(consumer + n);
+    q.dirty = dirty;
+    q.dirty_rkey = dirty_rkey;
+    q.backlog = available > n;
+    f.count.wqes += n;
+    f.count.bytes += moved + small;
+  }
+  __syncwarp();
+  return Served::some;
+}
+
+// The movers of all CTAs have copied a large WRITE or READ.
+BELFRY_DEVICE void finish_job(Front& f, std::uint32_t slot, std::uint32_t lane) {
+  HotQp& q = f.qp[slot];
+  if (q.job_signalled) {
+    write_cqes(f.cq[q.cq], q, f, 1, q.job_opcode, q.consumer, q.job_cqe_bytes, lane);
+  }
+  __syncwarp();
+  if (lane == 0) {
+    if (q.job_signalled) q.dirty = false;
+    q.copying = false;
+    ++q.consumer;
+    ++f.count.wqes;
+    f.count.bytes += q.job_bytes;
+    f.job_busy = 0;
+  }
+  __syncwarp();
+}
+
+// ---- The general path ----
+
+BELFRY_DEVICE void write_back(const Tables& t, const Front& f, const HotQp& q) {
+  DeviceQp& qp = t.qps[q.index];
+  // The engine's own count of passes and WQEs serves faults alone, and with faults set only the
+  // general code runs.
+  qp.consumer = qp.producer = q.consumer;
+  const HotCq& cq = f.cq[q.cq];
+  cq.home->produced = cq.produced;
+  cq.home->consumer_seen = cq.consumer_seen;
+}
+
+BELFRY_DEVICE void read_home(const Tables& t, Front& f, HotQp& q) {
+  const DeviceQp& qp = t.qps[q.index];
+  q.ring = qp.ring;
+  q.record = qp.record;
+  q.mask = qp.mask;
+  q.qpn = qp.qpn;
+  q.user_index = qp.user_index;
+  q.peer = qp.peer;
+  q.state = qp.state;
+  q.consumer = qp.consumer;
+  q.in_hand = qp.phase != Phase::fresh || qp.attempts != 0 || qp.deferring;
+  HotCq& cq = f.cq[q.cq];
+  cq.home = qp.send_cq;
+  cq.buffer = cq.home->buffer;
+  cq.record = cq.home->record;
+  cq.produced = cq.home->produced;
+  cq.consumer_seen = cq.home->consumer_seen;
+  cq.log2_depth = cq.home->log2_depth;
+  cq.collapsed = cq.home->collapsed;
+  cq.ignore_overrun = cq.home->ignore_overrun;
+  cq.failed = cq.home->failed;
+}
+
+// One turn of the engine by lane 0; the other lanes copy for it.
+BELFRY_DEVICE __noinline__ void serve_general(const Tables& t, Front& f, std::uint32_t slot,
+                                              std::uint64_t pass, std::uint32_t lane) {
+  Help& help = f.help;
+  if (lane == 0) {
+    HotQp& q = f.qp[slot];
+    write_back(t, f, q);
+    DeviceEnv env{t, f.count, help, f.random_state, pass};
+    serve_queue(env, static_cast<EngineQp&>(t.qps[q.index]), f.faulty ? turn_wqes : 1);
+    read_home(t, f, q);
+    q.dirty = true;  // long payloads were copied without a fence, and to any registration
+    q.dirty_rkey = 0;
+    help.over = 1;
+    __syncwarp();
+  } else {
+    for (;;) {
+      __syncwarp();
+      if (help.over != 0) break;
+      copy_by_warp(help.to, help.from, help.bytes, lane);
+      __syncwarp();
+    }
+  }
+  __syncwarp();
+  if (lane == 0) help.over = 0;
+  __syncwarp();
+}
+
+// ---- Commands ----
+
+BELFRY_DEVICE void modify(const Tables& t, Front& f, HotQp& q, const ModifyQp& m,
+                          std::uint64_t pass) {
+  DeviceQp& qp = t.qps[q.index];
+  if (m.set_retries != 0) {
+    qp.retry_count = m.retry_count;
+    qp.rnr_retry = m.rnr_retry;
+    qp.timeout_ns = m.timeout_ns;
+    qp.rnr_ns = m.rnr_ns;
+  }
+  switch (m.state) {
+    case QpState::rst:
+      qp.syndrome = mlx5::Syndrome::none;
+      qp.consumer = qp.producer = qp.first_index;
+      qp.ordinal = 0;
+      qp.deferring = qp.watching = qp.watch_reported = false;
+      next_wqe(qp, 0);
+      qp.remote_qpn = 0;
+      qp.peer = 0;
+      break;
+    case QpState::rtr:
+      qp.remote_qpn = m.remote_qpn;
+      qp.peer = m.peer;
+      q.receive_word = load<Order::relaxed, Scope::system>(&qp.record->receive.raw);
+      // What was rung in a former life is no ring.
+      q.rung_value = qp.doorbell != nullptr ? load<Order::relaxed, Scope::system>(qp.doorbell) : 0;
+      q.rung = q.allowed = qp.first_index;
+      q.ringing = q.wants_job = q.backlog = false;
+      q.suspect_ns = 0;
+      q.suspect_reported = false;
+      break;
+    case QpState::err: {
+      DeviceEnv env{t, f.count, f.help, f.random_state, pass};
+      enter_error(env, static_cast<EngineQp&>(qp), mlx5::Syndrome::none);
+      return;
+    }
+    default: break;
+  }
+  qp.state = m.state;
+}
+
+// Takes note of a command: forgets the keys it may have changed, carries out what is for this
+// front, and says so.
+BELFRY_DEVICE __noinline__ void take_note(const Tables& t, Front& f, std::uint32_t id,
+                                          std::uint32_t epoch, std::uint64_t pass,
+                                          std::uint32_t lane) {
+  f.cache[lane].key = 0;
+  f.cache[lane + lanes].key = 0;
+  __syncwarp();
+  if (lane == 0) {
+    const auto word = [&](std::uint32_t i) {
+      return load<Order::relaxed, Scope::device>(reinterpret_cast<const std::uint64_t*>(t.command) +
+                                                 i);
+    };
+    constexpr std::uint32_t payload = offsetof(Command, payload) / 8;
+    const auto kind = static_cast<CommandKind>(low(word(0)));
+    const std::uint32_t index = high(word(0));
+    const std::uint32_t front = low(word(1)), slot = high(word(1)), cq_slot = low(word(2));
+    const EngineOptions options = read_past_l1(t.options);
+    f.strict = options.strict;
+    f.faulty = options.faulty;
+    f.poll_records = options.poll_records;
+    f.patience_ns = options.patience_ns;
+    if (front == id) {
+      HotQp& q = f.qp[slot];
+      DeviceQp& qp = t.qps[index];
+      switch (kind) {
+        case CommandKind::add_qp: {
+          auto* to = reinterpret_cast<std::uint64_t*>(&qp);
+          for (std::uint32_t i = 0; i < (sizeof(DeviceQp) + 7) / 8; ++i) to[i] = word(payload + i);
+          q = HotQp{};
+          q.index = index;
+          q.cq = static_cast<std::uint8_t>(cq_slot);
+          q.doorbell = qp.doorbell;
+          q.rung = q.allowed = qp.first_index;
+          read_home(t, f, q);
+          f.valid |= 1u << slot;
+          break;
+        }
+        case CommandKind::modify_qp: {
+          std::uint64_t words[sizeof(ModifyQp) / 8];
+          for (std::uint32_t i = 0; i < sizeof(ModifyQp) / 8; ++i) words[i] = word(payload + i);
+          ModifyQp m;
+          memcpy(static_cast<void*>(&m), words, sizeof(m));
+          write_back(t, f, q);
+          modify(t, f, q, m, pass);
+          read_home(t, f, q);
+          break;
+        }
+        case CommandKind::query_qp: {
+          write_back(t, f, q);
+          const std::uint64_t found[] = {
+              static_cast<std::uint64_t>(qp.state), qp.remote_qpn, qp.consumer,
+              mlx5::swap_bytes(load<Order::relaxed, Scope::system>(&qp.record->send.raw)) & 0xffff,
+              static_cast<std::uint64_t>(qp.syndrome)};
+          for (std::uint32_t i = 0; i < 5; ++i) {
+            store<Order::relaxed, Scope::device>(&t.reply->words[i], found[i]);
+          }
+          break;
+        }
+        case CommandKind::remove_qp: f.valid &= ~(1u << slot); break;
+        default: break;
+      }
+    }
+    const auto* counts = reinterpret_cast<const std::uint64_t*>(&f.count);
+    auto* home = reinterpret_cast<std::uint64_t*>(&t.counters[id]);
+    for (std::uint32_t i = 0; i < sizeof(Counters) / 8; ++i) {
+      store<Order::relaxed, Scope::device>(home + i, counts[i]);
+    }
+    store<Order::release, Scope::device>(&t.seen_epoch[id], epoch);
+  }
+  __syncwarp();
+}
+
+// ---- A front ----
+
+// Strict: a record that was never rung, a ring that no record followed. Both are reported when
+// they have stood still for the patience; a queue that moves is not suspected.
+BELFRY_DEVICE __noinline__ void check_rings(const Tables& t, Front& f, HotQp& q,
+                                            std::uint64_t pass) {
+  const std::uint32_t said =
+      mlx5::swap_bytes(load<Order::relaxed, Scope::system>(&q.record->send.raw)) & 0xffff;
+  const std::uint64_t value = load<Order::relaxed, Scope::system>(q.doorbell);
+  if (value != q.rung_value) {
+    q.rung_value = value;
+    q.rung = mlx5::doorbell_producer_index(value);
+    q.ringing = true;
+    q.suspect_ns = 0;
+    ++f.count.rings;
+  }
+  if (q.rung == said || said != q.suspect_said) {
+    q.suspect_said = static_cast<std::uint16_t>(said);
+    q.suspect_ns = 0;
+    q.suspect_reported = false;
+    return;
+  }
+  const std::uint64_t now = now_ns();
+  if (q.suspect_ns == 0) q.suspect_ns = now;
+  if (q.suspect_reported || now - q.suspect_ns < f.patience_ns) return;
+  q.suspect_reported = true;
+  const DeviceEnv env{t, f.count, f.help, f.random_state, pass};
+  const std::uint32_t receive = load<Order::relaxed, Scope::system>(&q.record->receive.raw);
+  if (static_cast<std::int16_t>(q.rung - said) < 0) {
+    env.report(ReportKind::record_without_doorbell, q.qpn, q.consumer, said, q.rung, 0, 0);
+  } else if (receive != q.receive_word && (mlx5::swap_bytes(receive) & 0xffff) == q.rung) {
+    env.report(ReportKind::record_in_receive_word, q.qpn, q.consumer, mlx5::swap_bytes(receive),
+               said, 0, 0);
+  } else {
+    env.report(ReportKind::doorbell_before_record, q.qpn, q.consumer, q.rung, said, 0, 0);
+  }
+}
+
+// One lane looks at its QP. True when it wants a turn; `said` is how far it may run.
+BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::uint32_t id,
+                                      std::uint32_t& said) {
+  if (q.copying) {
+    // Acquire: the movers' stores, which the CQE or the next fence then covers.
+    return load<Order::acquire, Scope::system>(&t.jobs[id].done) == q.job_chunks &&
+           clock64() >= q.job_due;
+  }
+  if (q.state != QpState::rts && q.state != QpState::sqd && q.state != QpState::err) return false;
+  if (!f.poll_records && q.state == QpState::rts) {
+    // The register before the record: after a ring the record is at least as new.
+    const std::uint64_t value = load<Order::acquire, Scope::system>(q.doorbell);
+    if (value != q.rung_value) {
+      q.rung_value = value;
+      q.rung = mlx5::doorbell_producer_index(value);
+      q.ringing = true;
+      ++f.count.rings;
+    }
+  }
+  // Acquire: the WQEs were written before the record was.
+  said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(&q.record->send.raw)) & 0xffff;
+  if (!f.poll_records && q.state == QpState::rts) {
+    if (q.ringing) {
+      q.allowed = static_cast<std::uint16_t>(said);
+      if (static_cast<std::int16_t>(said - q.rung) >= 0) q.ringing = false;
+    }
+    said = q.allowed;
+  }
+  if (q.in_hand) return true;
+  // Large copies wait for the front's one job without being read again and again.
+  if (q.wants_job && f.job_busy != 0) return false;
+  return said != q.consumer;
+}
+
+// Why a front leaves its inner loop. What is called rarely is called outside of it: a call in the
+// loop would have its values kept in local memory, which is slow behind every acquire.
+enum class Need { end, note, check, general };
+
+BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board, Front& f,
+                                                   std::uint32_t id, std::uint32_t epoch,
+                                                   std::uint64_t& pass, std::uint32_t& next,
+                                                   std::uint32_t& slot) {
+  const std::uint32_t lane = this_lane();
+  // What the turns that find nothing need of this lane's QP.
+  bool used = false, plain = false;
+  const std::uint32_t* record = nullptr;
+  std::uint32_t consumer = 0;
+  const auto refresh = [&] {
+    const HotQp& q = f.qp[lane];
+    used = (f.valid >> lane & 1) != 0;
+    plain = used && f.poll_records && !f.faulty && q.state == QpState::rts && !q.in_hand &&
+            !q.copying && !q.wants_job;
+    record = used ? &q.record->send.raw : nullptr;
+    consumer = q.consumer;
+  };
+  refresh();
+  for (;;) {
+    // A front with a job takes note when the job is done, and starts nothing until then: the answer
+    // to a command means that nobody uses what it took away.
+    const std::uint32_t now = from_lane(load<Order::relaxed, Scope::block>(&board.epoch), 0);
+    const bool draining = now != epoch;
+    if (draining && now == stop_epoch) return Need::end;
+    if (draining && f.job_busy == 0) return Need::note;
+    if ((++pass & 1023) == 0) return Need::check;
+    if (f.valid == 0) {
+      give_way(empty_front_rest_ns);
+      continue;
+    }
+    bool work = false;
+    std::uint32_t said = 0;
+    if (plain && !draining) {
+      // Acquire: the WQEs were written before the record was.
+      said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(record)) & 0xffff;
+      work = said != consumer;
+    } else if (used && (!draining || f.qp[lane].copying)) {
+      work = look(t, f, f.qp[lane], id, said);
+    }
+    std::uint32_t mask = __ballot_sync(all_lanes, work);
+    if (mask == 0) continue;
+    __syncwarp();
+    const std::uint32_t first_turn = next;
+    do {
+      const std::uint32_t later = mask & ~below(next);
+      slot = first_of(later != 0 ? later : mask);
+      mask &= ~(1u << slot);
+      next = slot + 1;
+      HotQp& q = f.qp[slot];
+      if (q.copying) {
+        finish_job(f, slot, lane);
+        continue;
+      }
+      Served served = Served::general;
+      if (q.state == QpState::rts && !f.faulty && !q.in_hand) {
+        served = serve_fast(t, board, f, id, slot, from_lane(said, slot));
+      }
+      // The queues that are left are found again.
+      if (served == Served::general) return Need::general;
+    } while (mask != 0);
+    // The next turn begins behind the QP that this one began with.
+    next = first_turn + 1 < lanes ? first_turn + 1 : 0;
+    refresh();
+  }
+}
+
+BELFRY_DEVICE void run_front(const Tables& t, Board& board, Front& f, std::uint32_t id,
+                             std::uint32_t lane) {
+  std::uint32_t epoch = 0, next = 0, slot = 0;
+  std::uint64_t pass = 0;
+  for (;;) {
+    const Need need = serve_fast_queues(t, board, f, id, epoch, pass, next, slot);
+    __syncwarp();
+    switch (need) {
+      case Need::end: return;
+      case Need::note:
+        // Acquire: the command stands before the epoch.
+        epoch = from_lane(load<Order::acquire, Scope::block>(&board.epoch), 0);
+        __syncwarp();
+        if (epoch == stop_epoch) return;
+        take_note(t, f, id, epoch, pass, lane);
+        break;
+      case Need::check:
+        if (f.strict && (f.valid >> lane & 1) != 0 && f.qp[lane].doorbell != nullptr) {
+          check_rings(t, f, f.qp[lane], pass);
+        }
+        __syncwarp();
+        break;
+      case Need::general: serve_general(t, f, slot, pass, lane); break;
+    }
+  }
+}
+
+// ---- A scout ----
+
+// Copies the host's command to where fronts read it fast, carries out its part, and answers when
+// every front has taken note.
+BELFRY_DEVICE __noinline__ void carry_out(const Tables& t, std::uint32_t request,
+                                          std::uint32_t& epoch, Board& board) {
+  const auto* from = reinterpret_cast<const std::uint64_t*>(&t.mail->command);
+  auto* to = reinterpret_cast<std::uint64_t*>(t.command);
+#pragma unroll 8
+  for (std::uint32_t i = 0; i < sizeof(Command) / 8; ++i) {
+    store<Order::relaxed, Scope::device>(to + i, load<Order::relaxed, Scope::system>(from + i));
+  }
+  const auto kind = static_cast<CommandKind>(low(load<Order::relaxed, Scope::device>(to)));
+  const std::uint32_t index = high(load<Order::relaxed, Scope::device>(to));
+  const std::uint64_t* payload = to + offsetof(Command, payload) / 8;
+  const auto put = [&](void* target, std::uint64_t bytes) {
+    auto* words = static_cast<std::uint64_t*>(target);
+    for (std::uint64_t i = 0; i < bytes / 8; ++i) {
+      store<Order::relaxed, Scope::device>(words + i,
+                                           load<Order::relaxed, Scope::device>(payload + i));
+    }
+  };
+  switch (kind) {
+    case CommandKind::set_entry:
+      put(index < t.max_keys ? t.keys + index : t.imports + (index - t.max_keys), sizeof(KeyEntry));
+      break;
+    case CommandKind::set_cq: put(t.cqs + index, sizeof(EngineCq)); break;
+    case CommandKind::set_options: put(t.options, sizeof(EngineOptions)); break;
+    default: break;
+  }
+  ++epoch;
+  store<Order::release, Scope::device>(t.epoch, epoch);
+  store<Order::release, Scope::block>(&board.epoch, epoch);
+  for (std::uint32_t i = 0; i < t.fronts; ++i) {
+    // Acquire: the front's reply and its counters.
+    while (load<Order::acquire, Scope::device>(&t.seen_epoch[i]) != epoch) {
+      // Large copies may have to end first.
+      store<Order::relaxed, Scope::block>(&board.grid_active,
+                                          load<Order::relaxed, Scope::device>(t.grid_active));
+      if (low(load<Order::relaxed, Scope::system>(&t.mail->stop_request)) != 0) return;
+    }
+  }
+  if (kind == CommandKind::statistics) {
+    std::uint64_t sums[sizeof(Counters) / 8] = {};
+    for (std::uint32_t i = 0; i < t.fronts; ++i) {
+      const auto* words = reinterpret_cast<const std::uint64_t*>(&t.counters[i]);
+      for (std::uint32_t k = 0; k < sizeof(Counters) / 8; ++k) {
+        sums[k] += load<Order::relaxed, Scope::device>(words + k);
+      }
+    }
+    for (std::uint32_t k = 0; k < sizeof(Counters) / 8; ++k) {
+      store<Order::relaxed, Scope::device>(&t.reply->words[k], sums[k]);
+    }
+    store<Order::relaxed, Scope::device>(&t.reply->words[6],
+                                         load<Order::relaxed, Scope::device>(t.report_count));
+  }
+  for (std::uint32_t i = 0; i < 8; ++i) {
+    store<Order::relaxed, Scope::system>(&t.mail->reply.words[i],
+                                         load<Order::relaxed, Scope::device>(&t.reply->words[i]));
+  }
+  store<Order::release, Scope::system>(&t.mail->answered, request);
+}
+
+BELFRY_DEVICE BELFRY_INLINE void end_cta(Board& board) {
+  store<Order::relaxed, Scope::block>(&board.stop, 1u);
+  store<Order::relaxed, Scope::block>(&board.epoch, stop_epoch);
+}
+
+// One thread looks at all that is far: the grid's board, and in the first CTA the host's words. The
+// host, and %globaltimer, are asked rarely and by one SM: with 16 scouts that asked both all the
+// time an 8-byte put took 205 us instead of 9, and the copy engines lost six sevenths of their
+// rate.
+BELFRY_DEVICE void run_scout(const Tables& t, Board& board) {
+  constexpr std::int64_t host_interval = 4096;  // cycles
+  const bool control = blockIdx.x == 0;
+  const std::uint64_t start = now_ns();
+  std::uint32_t epoch = 0, answered = 0, asked = 0;
+  bool alive = false;
+  std::int64_t last = clock64();
+  fetch_add<Order::release, Scope::device>(t.arrived, 1u);
+  for (;;) {
+    store<Order::relaxed, Scope::block>(&board.grid_active,
+                                        load<Order::relaxed, Scope::device>(t.grid_active));
+    if (!control) {
+      const std::uint32_t now = load<Order::acquire, Scope::device>(t.epoch);
+      if (now == stop_epoch) {
+        end_cta(board);
+        return;
+      }
+      if (now != epoch) store<Order::release, Scope::block>(&board.epoch, now);
+      epoch = now;
+      continue;
+    }
+    const std::int64_t cycle = clock64();
+    if (cycle - last < host_interval) continue;
+    last = cycle;
+    // Acquire: the command was written before the request.
+    const std::uint64_t words = load<Order::acquire, Scope::system>(&t.mail->stop_request);
+    bool stop = low(words) != 0;
+    if (t.lifetime_ns != 0 && ++asked % 4096 == 0 && now_ns() - start > t.lifetime_ns) {
+      stop = true;
+      store<Order::relaxed, Scope::system>(&t.mail->expired, 1u);
+    }
+    if (stop) {
+      store<Order::relaxed, Scope::device>(t.epoch, stop_epoch);
+      end_cta(board);
+      return;
+    }
+    if (!alive && load<Order::acquire, Scope::device>(t.arrived) == gridDim.x) {
+      alive = true;
+      store<Order::release, Scope::system>(&t.mail->alive, 1u);
+    }
+    if (high(words) != answered) {
+      carry_out(t, high(words), epoch, board);
+      answered = high(words);
+    }
+  }
+}
+
+// ---- The kernel ----
+
+__global__ void __launch_bounds__(max_warps* lanes, 1)
+    softnic_kernel(const __grid_constant__ Tables t) {
+  __shared__ Shared shared;
+  auto* words = reinterpret_cast<std::uint32_t*>(&shared);
+  for (std::uint32_t i = threadIdx.x; i < sizeof(Shared) / 4; i += blockDim.x) words[i] = 0;
+  __syncthreads();
+  const std::uint32_t warp = threadIdx.x / lanes, lane = threadIdx.x % lanes;
+  const std::uint32_t warps = blockDim.x / lanes;
+  if (warp < t.fronts_per_cta) {
+    // Numbers go over the CTAs first: few queues spread over all of them.
+    const std::uint32_t id = warp * gridDim.x + blockIdx.x;
+    Front& f = shared.front[warp];
+    if (lane == 0) {
+      f.random_state = t.seed + id;
+      f.warp = warp;
+      f.help.staging = t.staging + std::uint64_t{id} * staging_bytes;
+    }
+    __syncwarp();
+    run_front(t, shared.board, f, id, lane);
+  } else if (warp + 1 < warps) {
+    run_mover(t, shared.board, warp, lane);
+  } else if (lane == 0) {
+    run_scout(t, shared.board);
+  }
+}
+
+}  // namespace kernel
+
+// ---- The host's side ----
+
+namespace {
+
+using kernel::Command;
+using kernel::CommandKind;
+
+std::string text(const char* format, ...) __attribute__((format(printf, 1, 2)));
+std::string text(const char* format, ...) {
+  char buffer[512];
+  va_list arguments;
+  va_start(arguments, format);
+  std::vsnprintf(buffer, sizeof(buffer), format, arguments);
+  va_end(arguments);
+  return buffer;
+}
+
+void check(bool condition, const std::string& thing, const std::string& found,
+           const std::string& wanted, const std::string& remedy) {
+  if (!condition) throw Error(thing, found, wanted, remedy);
+}
+
+void check_cuda(cudaError_t code, const std::string& thing, const std::string& wanted) {
+  if (code == cudaSuccess) return;
+  throw Error(thing, cudaGetErrorString(code), wanted,
+              "look for an earlier CUDA error and for free memory on the GPU");
+}
+
+std::uint64_t threshold(double probability) {
+  if (!(probability > 0)) return 0;
+  return probability >= 1 ? 1ull << 32 : static_cast<std::uint64_t>(probability * 4294967296.0);
+}
+
+std::uint64_t nanoseconds(std::chrono::nanoseconds duration) {
+  return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
+}
+
+template <class T>
+T read_word(const T* word) {
+  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
+}
+template <class T>
+void write_word(T* word, std::type_identity_t<T> value) {
+  __atomic_store_n(word, value, __ATOMIC_RELEASE);
+}
+
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check_cuda(cudaGetDevice(&before_), "CUDA device", "a current one");
+    check_cuda(cudaSetDevice(device), text("CUDA device %d", device), "a device of this machine");
+  }
+  ~OnDevice() { (void)cudaSetDevice(before_); }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+};
+
+// Pinned memory is never given back: cudaFreeHost would wait for the kernels of other engines.
+// It is taken for several engines at once, since taking it may wait for them too.
+class PinnedPool {
+ public:
+  static PinnedPool& instance() {
+    static PinnedPool* pool = new PinnedPool;  // outlives every engine
+    return *pool;
+  }
+  void* take(std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    auto& free = free_[bytes];
+    if (free.empty()) {
+      constexpr std::size_t several = 8;
+      void* memory = nullptr;
+      check_cuda(
+          cudaHostAlloc(&memory, several * bytes, cudaHostAllocMapped | cudaHostAllocPortable),
+          text("%zu bytes of pinned memory for SoftNIC", several * bytes), "memory");
+      for (std::size_t i = 0; i < several; ++i) {
+        free.push_back(static_cast<std::byte*>(memory) + i * bytes);
+      }
+    }
+    void* memory = free.back();
+    free.pop_back();
+    return memory;
+  }
+  void give_back(std::size_t bytes, void* memory) {
+    const std::lock_guard lock(mutex_);
+    free_[bytes].push_back(memory);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::map<std::size_t, std::vector<void*>> free_;
+};
+
+constexpr std::uint32_t qp_index_bits = 10;
+constexpr std::uint32_t qp_index_mask = (1u << qp_index_bits) - 1;
+
+const char* refusal_text(std::uint64_t refusal) {
+  switch (static_cast<Refusal>(refusal)) {
+    case Refusal::none: return "refused";
+    case Refusal::unknown_key: return "no such registration";
+    case Refusal::out_of_range: return "outside the registration";
+    case Refusal::missing_bit: return "the registration lacks the access bit";
+  }
+  return "refused";
+}
+
+std::string reason(const kernel::ReportSlot& r) {
+  const auto* v = r.values;
+  const auto u = [&](int i) { return static_cast<unsigned long long>(v[i]); };
+  switch (static_cast<ReportKind>(r.kind)) {
+    case ReportKind::wqe_index:
+      return text("the WQE's index is %llu, its place is %llu: a slot not written, or stale", u(0),
+                  u(1));
+    case ReportKind::wqe_qpn:
+      return text("the WQE is for QP %#llx, the ring is of QP %#llx", u(0), u(1));
+    case ReportKind::wqe_size:
+      return text("ds is %llu, wanted 1 to 63 within the %llu blocks posted", u(0), u(1));
+    case ReportKind::wqe_opcode:
+      return text("opcode %#llx with opmod %#llx and ds %llu is none of this NIC's", u(0), u(1),
+                  u(2));
+    case ReportKind::wqe_segment: return text("the segment at byte %llu says %#llx", u(0), u(1));
+    case ReportKind::doorbell_before_record:
+      return text("the register was rung with %llu, the send word still says %llu", u(0), u(1));
+    case ReportKind::record_without_doorbell:
+      return text("the send word went to %llu, the register was last rung with %llu", u(0), u(1));
+    case ReportKind::record_in_receive_word:
+      return text(
+          "the receive word (0) says %llu, the send word (1) %llu: the producer index of a "
+          "send queue belongs into word 1",
+          u(0), u(1));
+    case ReportKind::producer_overrun:
+      return text("the send word says %llu, consumed are %llu, the ring holds %llu", u(0), u(1),
+                  u(2));
+    case ReportKind::cq_overrun:
+      return text("CQ %#llx is full: depth %llu, produced %llu, consumer index %llu", u(0), u(1),
+                  u(2), u(3));
+    case ReportKind::access_local:
+      return text("lkey %#llx, %llu bytes at %#llx: %s", u(0), u(2), u(1), refusal_text(v[3]));
+    case ReportKind::access_remote:
+      return text("rkey %#llx, %llu bytes at %#llx: %s", u(0), u(2), u(1), refusal_text(v[3]));
+    case ReportKind::source_changed:
+      return "the source changed between the fetch and the end of the operation";
+    case ReportKind::misaligned_atomic: return text("an atomic of %llu bytes at %#llx", u(1), u(0));
+    case ReportKind::peer_silent:
+      return "this operation needs the peer's engine, and engines in kernels serve no requests";
+    case ReportKind::retries_exhausted:
+      return text("every one of %llu attempts was dropped (a fault that was asked for)", u(0));
+    case ReportKind::injected:
+      return text("%s at WQE number %llu (a fault that was asked for)",
+                  mlx5::to_string(static_cast<mlx5::Syndrome>(v[0])), u(1));
+    default: return text("%#llx, %#llx, %#llx, %#llx", u(0), u(1), u(2), u(3));
+  }
+}
+
+}  // namespace
+
+struct KernelEngine::Implementation {
+  KernelEngineConfig config;
+  KernelEngineAddress own;
+  kernel::Tables t = {};
+  cudaStream_t stream = nullptr;
+  void* memory = nullptr;
+  void* pinned = nullptr;
+  std::size_t pinned_bytes = 0;
+  bool launched = false, ended = false;
+
+  mutable std::mutex mutex;
+  std::uint32_t request = 0;
+  std::uint32_t report_number = 0;
+
+  struct Key {
+    std::uint32_t key = 0;
+    std::uint8_t variant = 0;
+  };
+  struct Cq {
+    bool used = false;
+    CqConfig config;
+    std::uint32_t users = 0, front = 0, slot = 0;
+  };
+  struct Qp {
+    bool used = false;
+    std::uint32_t qpn = 0, generation = 0, front = 0, slot = 0, cqn = 0;
+    std::uint64_t* doorbell = nullptr;
+  };
+  struct Slots {
+    std::uint32_t qps = 0, cqs = 0;  // bits
+  };
+  std::vector<Key> keys;
+  std::vector<std::map<std::uint32_t, std::uint32_t>> imports;  // per peer: index, rkey
+  std::vector<KernelEngineAddress> peers;
+  std::vector<Cq> cqs;
+  std::vector<Qp> qps;
+  std::vector<Slots> slots;
+
+  std::string thing(const char* what) const { return what + (" of softnic " + config.name); }
+
+  explicit Implementation(KernelEngineConfig c);
+  ~Implementation();
+  void lay_out();
+  void start();
+  void end(std::chrono::nanoseconds deadline);
+  kernel::Reply ask(Command& command);
+  void apply(const Faults& faults);
+  std::uint32_t peer_index(const KernelEngineAddress& address);
+  Qp& qp_or_throw(std::uint32_t qpn);
+  QpStatus query(Qp& qp);
+  void set_entry(std::uint32_t index, const kernel::KeyEntry& entry);
+};
+
+KernelEngine::Implementation::Implementation(KernelEngineConfig c) : config(std::move(c)) {
+  const auto bounds = [&](const char* field, std::uint64_t value, std::uint64_t least,
+                          std::uint64_t most) {
+    check(value >= least && value <= most, thing(field), std::to_string(value),
+          text("%llu to %llu", static_cast<unsigned long long>(least),
+               static_cast<unsigned long long>(most)),
+          "change KernelEngineConfig");
+  };
+  bounds("ctas", config.ctas, 1, kernel::max_fronts);
+  bounds("warps", config.warps, 4, kernel::max_warps);
+  bounds("max_qps", config.max_qps, 1, qp_index_mask + 1);
+  bounds("max_cqs", config.max_cqs, 1, 65535);
+  bounds("max_keys", config.max_keys, 2, 65536);
+  bounds("max_peers", config.max_peers, 1, 65536);
+  bounds("max_reports", config.max_reports, 1, 1 << 20);
+  int devices = 0;
+  check_cuda(cudaGetDeviceCount(&devices), thing("CUDA devices"), "at least one");
+  check(config.device >= 0 && config.device < devices, thing("device"),
+        std::to_string(config.device), text("0 to %d", devices - 1), "change KernelEngineConfig");
+  if (::getrandom(&own.id, sizeof(own.id), 0) != static_cast<ssize_t>(sizeof(own.id))) {
+    own.id =
+        static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());
+  }
+  own.id |= 1;
+  own.device = config.device;
+  own.process = static_cast<std::uint32_t>(::getpid());
+  keys.resize(config.max_keys);
+  imports.resize(config.max_peers);
+  cqs.resize(config.max_cqs + 1);
+  qps.resize(config.max_qps);
+  try {
+    start();
+    apply(config.faults);
+  } catch (...) {
+    try {
+      end(std::chrono::seconds(2));
+    } catch (const Error&) {
+    }
+    throw;
+  }
+}
+
+KernelEngine::Implementation::~Implementation() {
+  try {
+    end(std::chrono::seconds(2));
+  } catch (const Error& error) {
+    std::fprintf(stderr, "softnic %s: %s\n", config.name.c_str(), error.what());
+  }
+}
+
+// One allocation holds all tables.
+void KernelEngine::Implementation::lay_out() {
+  t.fronts_per_cta = std::min({kernel::max_fronts_per_cta, config.warps / 4,
+                               std::max(1u, kernel::max_fronts / config.ctas)});
+  t.fronts = t.fronts_per_cta * config.ctas;
+  t.max_keys = config.max_keys;
+  t.max_peers = config.max_peers;
+  t.max_qps = config.max_qps;
+  t.max_cqs = config.max_cqs + 1;
+  t.max_reports = config.max_reports;
+  t.seed = config.seed;
+  t.lifetime_ns = nanoseconds(config.lifetime);
+  t.latency_ns = nanoseconds(config.latency);
+  t.picoseconds_per_kib =
+      config.bytes_per_second == 0 ? 0 : 1024 * 1'000'000'000'000ull / config.bytes_per_second;
+  t.ordered_writes = config.ordered_writes ? 1 : 0;
+  slots.resize(t.fronts);
+
+  std::size_t bytes = 0;
+  const auto place = [&](std::size_t count, std::size_t size) {
+    const std::size_t at = bytes;
+    bytes += (count * size + 255) / 256 * 256;
+    return at;
+  };
+  const std::size_t qps_at = place(t.max_qps, sizeof(kernel::DeviceQp));
+  const std::size_t cqs_at = place(t.max_cqs, sizeof(EngineCq));
+  const std::size_t keys_at = place(t.max_keys, sizeof(kernel::KeyEntry));
+  const std::size_t imports_at =
+      place(std::size_t{t.max_peers} * t.max_keys, sizeof(kernel::KeyEntry));
+  const std::size_t staging_at = place(t.fronts, staging_bytes);
+  const std::size_t jobs_at = place(t.fronts, sizeof(kernel::GridJob));
+  const std::size_t counters_at = place(t.fronts, sizeof(Counters));
+  const std::size_t options_at = place(1, sizeof(EngineOptions));
+  const std::size_t command_at = place(1, sizeof(Command));
+  const std::size_t reply_at = place(1, sizeof(kernel::Reply));
+  const std::size_t active_at = place(1, 8), link_at = place(1, 8), epoch_at = place(1, 4);
+  const std::size_t seen_at = place(t.fronts, 4), report_at = place(1, 4);
+  const std::size_t reports_at = place(1, 8), arrived_at = place(1, 4);
+  check_cuda(
+      cudaMallocAsync(&memory, bytes, stream),
+      text("%zu bytes on device %d for softnic %s", bytes, config.device, config.name.c_str()),
+      "memory");
+  check_cuda(cudaMemsetAsync(memory, 0, bytes, stream), thing("tables"), "zeroed memory");
+  auto* base = static_cast<std::byte*>(memory);
+  t.qps = reinterpret_cast<kernel::DeviceQp*>(base + qps_at);
+  t.cqs = reinterpret_cast<EngineCq*>(base + cqs_at);
+  t.keys = reinterpret_cast<kernel::KeyEntry*>(base + keys_at);
+  t.imports = reinterpret_cast<kernel::KeyEntry*>(base + imports_at);
+  t.staging = base + staging_at;
+  t.jobs = reinterpret_cast<kernel::GridJob*>(base + jobs_at);
+  t.counters = reinterpret_cast<Counters*>(base + counters_at);
+  t.options = reinterpret_cast<EngineOptions*>(base + options_at);
+  t.command = reinterpret_cast<Command*>(base + command_at);
+  t.reply = reinterpret_cast<kernel::Reply*>(base + reply_at);
+  t.grid_active = reinterpret_cast<std::uint64_t*>(base + active_at);
+  t.link_free = reinterpret_cast<std::uint64_t*>(base + link_at);
+  t.epoch = reinterpret_cast<std::uint32_t*>(base + epoch_at);
+  t.seen_epoch = reinterpret_cast<std::uint32_t*>(base + seen_at);
+  t.report_number = reinterpret_cast<std::uint32_t*>(base + report_at);
+  t.report_count = reinterpret_cast<std::uint64_t*>(base + reports_at);
+  t.arrived = reinterpret_cast<std::uint32_t*>(base + arrived_at);
+
+  pinned_bytes =
+      (sizeof(kernel::Mail) + t.max_reports * sizeof(kernel::ReportSlot) + 4095) / 4096 * 4096;
+  pinned = PinnedPool::instance().take(pinned_bytes);
+  std::memset(pinned, 0, pinned_bytes);
+  t.mail = static_cast<kernel::Mail*>(pinned);
+  t.reports = reinterpret_cast<kernel::ReportSlot*>(t.mail + 1);
+}
+
+void KernelEngine::Implementation::start() {
+  const OnDevice device(config.device);
+  int least = 0, greatest = 0, sm_count = 0, resident = 0;
+  check_cuda(cudaDeviceGetStreamPriorityRange(&least, &greatest), thing("priorities"), "a range");
+  check_cuda(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, greatest),
+             thing("stream"), "a stream");
+  int clock_khz = 0;
+  check_cuda(cudaDeviceGetAttribute(&clock_khz, cudaDevAttrClockRate, config.device),
+             thing("clock"), "its rate");
+  t.cycles_per_us = static_cast<std::uint32_t>(clock_khz) / 1000;
+  check_cuda(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, config.device),
+             thing("SMs"), "their number");
+  const auto threads = static_cast<int>(config.warps * kernel::lanes);
+  check_cuda(
+      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel::softnic_kernel, threads, 0),
+      thing("kernel"), "code for this GPU");
+  // Its CTAs wait for each other.
+  check(config.ctas <= static_cast<std::uint32_t>(resident * sm_count), thing("ctas"),
+        std::to_string(config.ctas), text("at most %d, which fit at once", resident * sm_count),
+        "lower KernelEngineConfig::ctas");
+  lay_out();
+  kernel::softnic_kernel<<<config.ctas, static_cast<unsigned>(threads), 0, stream>>>(t);
+  check_cuda(cudaGetLastError(), thing("kernel"), "a launch");
+  launched = true;
+  const auto deadline = std::chrono::steady_clock::now() + config.control_deadline;
+  while (read_word(&t.mail->alive) == 0) {
+    const cudaError_t state = cudaStreamQuery(stream);
+    check(state == cudaErrorNotReady, thing("kernel"),
+          state == cudaSuccess ? "one that ended" : cudaGetErrorString(state), "a running kernel",
+          "look for an earlier CUDA error");
+    check(std::chrono::steady_clock::now() < deadline, thing("kernel"),
+          text("not all of its %u CTAs running after %lld ms", config.ctas,
+               static_cast<long long>(config.control_deadline.count() / 1000000)),
+          "all of them", "start engines before kernels that fill the GPU");
+    std::this_thread::yield();
+  }
+}
+
+// Takes everything down; throws, and leaves the memory to the kernel, when it does not end.
+void KernelEngine::Implementation::end(std::chrono::nanoseconds within) {
+  if (ended) return;
+  const OnDevice device(config.device);
+  if (launched) {
+    write_word(&t.mail->stop_request, std::uint64_t{request} << 32 | 1);
+    const auto deadline = std::chrono::steady_clock::now() + within;
+    for (;;) {
+      const cudaError_t state = cudaStreamQuery(stream);
+      if (state == cudaSuccess) break;
+      if (state != cudaErrorNotReady) {
+        ended = true;  // the context is lost, and its memory with it
+        check_cuda(state, thing("kernel"), "a clean end");
+      }
+      check(std::chrono::steady_clock::now() < deadline, thing("kernel"),
+            text("still running %lld ms after it was told to stop",
+                 static_cast<long long>(within.count() / 1000000)),
+            "an end within microseconds", "its memory is left to it; end the process");
+      std::this_thread::yield();
+    }
+  }
+  ended = true;
+  if (memory != nullptr) {
+    check_cuda(cudaFreeAsync(memory, stream), thing("tables"), "memory that can be freed");
+  }
+  if (pinned != nullptr) PinnedPool::instance().give_back(pinned_bytes, pinned);
+  if (stream != nullptr) check_cuda(cudaStreamDestroy(stream), thing("stream"), "a valid stream");
+}
+
+kernel::Reply KernelEngine::Implementation::ask(Command& command) {
+  check(launched && !ended, thing("kernel"), "one that was stopped", "a running kernel",
+        "make control calls before stop()");
+  kernel::Mail& mail = *t.mail;
+  std::memcpy(static_cast<void*>(&mail.command), &command, sizeof(command));
+  write_word(&mail.stop_request, std::uint64_t{++request} << 32);
+  const auto deadline = std::chrono::steady_clock::now() + config.control_deadline;
+  for (std::uint32_t turn = 1; read_word(&mail.answered) != request; ++turn) {
+    if (turn % 256 != 0) continue;
+    std::this_thread::yield();
+    const cudaError_t state = cudaStreamQuery(stream);
+    check(state == cudaErrorNotReady || read_word(&mail.answered) == request, thing("kernel"),
+          read_word(&mail.expired) != 0 ? "the end of its lifetime"
+          : state == cudaSuccess        ? "one that ended"
+                                        : cudaGetErrorString(state),
+          "a running kernel", "raise KernelEngineConfig::lifetime, or look for CUDA errors");
+    check(std::chrono::steady_clock::now() < deadline, thing("kernel"),
+          text("no answer to command %u within %lld ms", static_cast<unsigned>(command.kind),
+               static_cast<long long>(config.control_deadline.count() / 1000000)),
+          "an answer within microseconds", "the GPU hangs: end the process");
+  }
+  kernel::Reply reply;
+  for (int i = 0; i < 8; ++i) reply.words[i] = read_word(&mail.reply.words[i]);
+  return reply;
+}
+
+namespace {
+
+Command make_command(CommandKind kind, std::uint32_t index) {
+  Command command = {};
+  command.kind = kind;
+  command.index = index;
+  command.front = ~0u;
+  return command;
+}
+
+template <class T>
+void set_payload(Command& command, const T& value) {
+  static_assert(sizeof(T) <= sizeof(command.payload));
+  std::memcpy(static_cast<void*>(command.payload), &value, sizeof(T));
+}
+
+}  // namespace
+
+void KernelEngine::Implementation::apply(const Faults& f) {
+  const std::string what = thing("faults");
+  check(f.delay == 0 || f.delay_passes != 0, what, "delay_passes 0", "at least 1",
+        "change Faults::delay_passes");
+  EngineOptions o = {};
+  o.strict = config.strict;
+  o.poll_records = config.poll_records;
+  o.late_placement = f.late_placement;
+  o.error_syndrome = f.error_syndrome;
+  o.credit = f.credit;
+  o.delay = threshold(f.delay);
+  o.drop = threshold(f.drop);
+  o.delay_passes = f.delay_passes;
+  o.drop_passes = f.drop_passes;
+  o.late_placement_passes = f.late_placement_passes;
+  o.error_at = f.error_at;
+  o.flush_at = f.flush_at;
+  o.stall_at = f.stall_at;
+  o.fault_qpn = f.fault_qpn;
+  o.patience_ns = nanoseconds(config.doorbell_patience);
+  // No peer ever answers; a request ends as soon as it is looked at again.
+  o.service_deadline_ns = 0;
+  o.faulty = o.late_placement || o.credit != 0 || o.delay != 0 || o.drop != 0 || o.error_at != 0 ||
+             o.flush_at != 0 || o.stall_at != 0;
+  check(f.reorder == 0 && f.slow_doorbell_passes == 0, what, "reorder or slow_doorbell_passes",
+        "none of them: fronts poll records and take queues in turn", "use SoftNic for these");
+  Command command = make_command(CommandKind::set_options, 0);
+  set_payload(command, o);
+  ask(command);
+}
+
+std::uint32_t KernelEngine::Implementation::peer_index(const KernelEngineAddress& address) {
+  check(address.id != 0, thing("peer"), "an address that names no engine",
+        "what KernelEngine::address() gave there", "exchange addresses first");
+  for (std::uint32_t i = 0; i < peers.size(); ++i) {
+    if (peers[i].id == address.id) return i;
+  }
+  check(peers.size() < config.max_peers, thing("peers"), text("%zu", peers.size()), "a free place",
+        "raise KernelEngineConfig::max_peers");
+  peers.push_back(address);
+  return static_cast<std::uint32_t>(peers.size() - 1);
+}
+
+KernelEngine::Implementation::Qp& KernelEngine::Implementation::qp_or_throw(std::uint32_t qpn) {
+  const std::uint32_t index = qpn & qp_index_mask;
+  check(index < qps.size() && qps[index].used && qps[index].qpn == qpn,
+        text("QP %#x of softnic %s", qpn, config.name.c_str()), "no such QP",
+        "a number that create_qp returned", "check the caller");
+  return qps[index];
+}
+
+void KernelEngine::Implementation::set_entry(std::uint32_t index, const kernel::KeyEntry& entry) {
+  Command command = make_command(CommandKind::set_entry, index);
+  set_payload(command, entry);
+  ask(command);
+}
+
+// ---- The class ----
+
+KernelEngine::KernelEngine(KernelEngineConfig config)
+    : self_(std::make_unique<Implementation>(std::move(config))) {}
+KernelEngine::~KernelEngine() = default;
+
+KernelEngineAddress KernelEngine::address() const { return self_->own; }
+const std::string& KernelEngine::name() const { return self_->config.name; }
+std::uint32_t KernelEngine::sms() const { return self_->config.ctas; }
+
+namespace {
+
+void check_range(const std::string& thing, const void* address, std::size_t bytes,
+                 std::uint32_t bits) {
+  check(address != nullptr && bytes != 0, thing, "nothing", "memory", "check the caller");
+  check((bits & ~access::all) == 0, thing, text("access %#x", bits), "bits of softnic::access",
+        "check the caller");
+}
+
+}  // namespace
+
+MemoryKey KernelEngine::register_memory(void* address, std::size_t bytes, std::uint32_t bits) {
+  Implementation& self = *self_;
+  const std::string thing = text("registration of %zu bytes at %p", bytes, address);
+  check_range(thing, address, bytes, bits);
+  check((bits & (access::remote_write | access::remote_atomic)) == 0 ||
+            (bits & access::local_write) != 0,
+        thing, text("access %#x", bits), "local_write with remote_write or remote_atomic",
+        "add access::local_write");
+  const std::lock_guard lock(self.mutex);
+  std::uint32_t index = 0;
+  while (index < self.keys.size() && self.keys[index].key != 0) ++index;
+  check(index < self.keys.size(), thing, text("%u registrations", self.config.max_keys),
+        "a free key", "raise KernelEngineConfig::max_keys, or register larger regions");
+  Implementation::Key& key = self.keys[index];
+  // Never 0, so that libmlx5's invalid key 0x100 does not come out.
+  key.variant = static_cast<std::uint8_t>(key.variant % 255 + 1);
+  key.key = index << 8 | key.variant;
+  const auto start = reinterpret_cast<std::uint64_t>(address);
+  self.set_entry(index, {start, bytes, start, key.key, bits, 0, 0});
+  return {key.key, key.key};
+}
+
+void KernelEngine::deregister(std::uint32_t lkey) {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  const std::uint32_t index = lkey >> 8;
+  check(lkey != 0 && index < self.keys.size() && self.keys[index].key == lkey,
+        self.thing("registration"), text("lkey %#x", lkey), "a key that register_memory returned",
+        "deregister once, on the same engine");
+  self.set_entry(index, {});
+  self.keys[index].key = 0;
+}
+
+void KernelEngine::import_memory(const KernelEngineAddress& peer, std::uint32_t rkey,
+                                 std::uint64_t address, std::size_t bytes, std::uint32_t bits,
+                                 void* mapped_here) {
+  Implementation& self = *self_;
+  const std::string thing = text("peer's memory, rkey %#x, %zu bytes", rkey, bytes);
+  check_range(thing, mapped_here, bytes, bits);
+  const auto mapped = reinterpret_cast<std::uint64_t>(mapped_here);
+  check(((mapped ^ address) & 15) == 0, thing,
+        text("%#llx mapped at %p", static_cast<unsigned long long>(address), mapped_here),
+        "the same alignment to 16 bytes", "map whole pages");
+  const std::lock_guard lock(self.mutex);
+  const std::uint32_t index = rkey >> 8;
+  check(rkey != 0 && index < self.config.max_keys, thing, "a key beyond the table",
+        text("keys of an engine with at most %u", self.config.max_keys),
+        "give all engines the same KernelEngineConfig::max_keys");
+  const std::uint32_t p = self.peer_index(peer);
+  self.set_entry((p + 1) * self.config.max_keys + index,
+                 {address, bytes, mapped, rkey, bits, p + 1, 0});
+  self.imports[p][index] = rkey;
+}
+
+void KernelEngine::forget_memory(const KernelEngineAddress& peer, std::uint32_t rkey) {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  const std::uint32_t p = self.peer_index(peer);
+  const auto found = self.imports[p].find(rkey >> 8);
+  check(found != self.imports[p].end() && found->second == rkey,
+        text("peer's memory, rkey %#x", rkey), "nothing imported", "a key that was",
+        "forget once, on the engine that imported");
+  self.set_entry((p + 1) * self.config.max_keys + (rkey >> 8), {});
+  self.imports[p].erase(found);
+}
+
+std::uint32_t KernelEngine::create_cq(const CqConfig& config) {
+  Implementation& self = *self_;
+  const std::string thing = self.thing("CQ");
+  check(config.buffer != nullptr && reinterpret_cast<std::uintptr_t>(config.buffer) % 64 == 0,
+        thing, "no buffer aligned to 64 bytes", "2^log2_depth entries", "set CqConfig::buffer");
+  check(config.log2_depth <= 22, thing, text("log2_depth %u", config.log2_depth), "0 to 22",
+        "make it shallower");
+  check(config.record != nullptr || config.ignore_overrun, thing, "no doorbell record",
+        "a record, unless overrun is ignored", "set CqConfig::record");
+  const std::lock_guard lock(self.mutex);
+  std::uint32_t cqn = 1;
+  while (cqn < self.cqs.size() && self.cqs[cqn].used) ++cqn;
+  check(cqn < self.cqs.size(), thing, text("%u CQs", self.config.max_cqs), "a free one",
+        "raise KernelEngineConfig::max_cqs");
+  EngineCq image = {};
+  image.buffer = config.buffer;
+  image.record = config.record;
+  image.cqn = cqn;
+  image.log2_depth = config.log2_depth;
+  image.collapsed = config.collapsed;
+  image.ignore_overrun = config.ignore_overrun;
+  Command command = make_command(CommandKind::set_cq, cqn);
+  set_payload(command, image);
+  self.ask(command);
+  self.cqs[cqn] = {true, config, 0, 0, 0};
+  return cqn;
+}
+
+void KernelEngine::destroy_cq(std::uint32_t cqn) {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  const std::string thing = text("CQ %#x of softnic %s", cqn, self.config.name.c_str());
+  check(cqn != 0 && cqn < self.cqs.size() && self.cqs[cqn].used, thing, "no such CQ",
+        "a number that create_cq returned", "check the caller");
+  check(self.cqs[cqn].users == 0, thing, text("%u queues that use it", self.cqs[cqn].users), "none",
+        "destroy the QPs first");
+  Command command = make_command(CommandKind::set_cq, cqn);
+  set_payload(command, EngineCq{});
+  self.ask(command);
+  self.cqs[cqn].used = false;
+}
+
+std::uint32_t KernelEngine::create_qp(const QpConfig& config) {
+  Implementation& self = *self_;
+  const std::string thing = self.thing("QP");
+  check(config.send_ring != nullptr &&
+            reinterpret_cast<std::uintptr_t>(config.send_ring) % 64 == 0 &&
+            config.log2_send_blocks <= 15,
+        thing, text("send ring at %p, log2 %u", config.send_ring, config.log2_send_blocks),
+        "up to 2^15 blocks, aligned to 64 bytes", "set QpConfig::send_ring");
+  check(config.record != nullptr, thing, "no doorbell record", "a record", "set QpConfig::record");
+  check(config.doorbell != nullptr || self.config.poll_records, thing, "no doorbell register",
+        "8 bytes, unless records are polled", "set QpConfig::doorbell");
+  check(config.receive_ring == nullptr, thing, "a receive ring", "none",
+        "SEND and WRITE_IMM need SoftNic: engines in kernels serve no requests of peers");
+  const std::lock_guard lock(self.mutex);
+  check(config.send_cqn != 0 && config.send_cqn < self.cqs.size() && self.cqs[config.send_cqn].used,
+        thing, text("send CQ %#x", config.send_cqn), "a CQ of this engine", "create the CQ first");
+  Implementation::Cq& cq = self.cqs[config.send_cqn];
+  std::uint32_t index = 0;
+  for (; index < self.qps.size(); ++index) {
+    if (!self.qps[index].used) break;
+  }
+  check(index < self.qps.size(), thing, text("%u QPs", self.config.max_qps), "a free one",
+        "raise KernelEngineConfig::max_qps");
+  for (const Implementation::Qp& other : self.qps) {
+    check(!other.used || config.doorbell == nullptr || other.doorbell != config.doorbell, thing,
+          text("the register at %p, which QP %#x has", static_cast<void*>(config.doorbell),
+               other.qpn),
+          "a register of its own", "give every QP its own 8 bytes");
+  }
+  // The front with the fewest queues; queues that share a CQ share a front, which counts for both.
+  std::uint32_t front = cq.front;
+  if (cq.users == 0) {
+    const auto load_of = [&](std::uint32_t i) { return __builtin_popcount(self.slots[i].qps); };
+    front = 0;
+    for (std::uint32_t i = 1; i < self.t.fronts; ++i) {
+      if (load_of(i) < load_of(front)) front = i;
+    }
+  }
+  Implementation::Slots& slots = self.slots[front];
+  check(slots.qps != ~0u, thing, text("%u queues on its front", kernel::slots_per_front),
+        "a free slot", "raise KernelEngineConfig::ctas, or share CQs among fewer queues");
+  const auto slot = static_cast<std::uint32_t>(__builtin_ctz(~slots.qps));
+  const std::uint32_t cq_slot =
+      cq.users != 0 ? cq.slot : static_cast<std::uint32_t>(__builtin_ctz(~slots.cqs));
+
+  Implementation::Qp& qp = self.qps[index];
+  qp.generation = qp.generation % 4095 + 1;
+  qp.qpn = qp.generation << qp_index_bits | index;
+  kernel::DeviceQp image = {};
+  image.ring = static_cast<const std::byte*>(config.send_ring);
+  image.mask = (1u << config.log2_send_blocks) - 1;
+  image.qpn = qp.qpn;
+  image.consumer = image.producer = image.first_index = config.initial_producer_index;
+  image.record = config.record;
+  image.send_cq = self.t.cqs + config.send_cqn;
+  image.user_index = config.user_index;
+  image.doorbell = config.doorbell;
+  Command command = make_command(CommandKind::add_qp, index);
+  command.front = front;
+  command.slot = slot;
+  command.cq_slot = cq_slot;
+  set_payload(command, image);
+  self.ask(command);
+  qp.used = true;
+  qp.front = front;
+  qp.slot = slot;
+  qp.cqn = config.send_cqn;
+  qp.doorbell = config.doorbell;
+  slots.qps |= 1u << slot;
+  slots.cqs |= 1u << cq_slot;
+  cq.front = front;
+  cq.slot = cq_slot;
+  ++cq.users;
+  return qp.qpn;
+}
+
+QpStatus KernelEngine::Implementation::query(Qp& qp) {
+  Command command = make_command(CommandKind::query_qp, qp.qpn & qp_index_mask);
+  command.front = qp.front;
+  command.slot = qp.slot;
+  const kernel::Reply reply = ask(command);
+  QpStatus status;
+  status.state = static_cast<QpState>(reply.words[0]);
+  status.remote_qpn = static_cast<std::uint32_t>(reply.words[1]);
+  status.send_consumer_index = static_cast<std::uint16_t>(reply.words[2]);
+  status.send_producer_index = static_cast<std::uint16_t>(reply.words[3]);
+  status.syndrome = static_cast<mlx5::Syndrome>(reply.words[4]);
+  return status;
+}
+
+void KernelEngine::modify_qp(std::uint32_t qpn, QpState target,
+                             const KernelQpAttributes& attributes) {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  Implementation::Qp& qp = self.qp_or_throw(qpn);
+  const QpState from = self.query(qp).state;
+  const auto wanted = [&](bool condition, const char* states) {
+    check(condition, text("QP %#x of softnic %s", qpn, self.config.name.c_str()),
+          std::string(softnic::to_string(from)) + " to " + softnic::to_string(target), states,
+          "take the QP through the states in order");
+  };
+  kernel::ModifyQp m = {};
+  m.state = target;
+  switch (target) {
+    case QpState::rst:
+    case QpState::err: break;
+    case QpState::init:
+      wanted(from == QpState::rst || from == QpState::init, "INIT after RST");
+      break;
+    case QpState::rtr:
+      wanted(from == QpState::init, "RTR after INIT");
+      m.peer = self.peer_index(attributes.remote) + 1;
+      m.remote_qpn = attributes.remote_qpn;
+      break;
+    case QpState::rts:
+      wanted(from == QpState::rtr || from == QpState::rts || from == QpState::sqd,
+             "RTS after RTR, RTS or SQD");
+      break;
+    case QpState::sqd: wanted(from == QpState::rts || from == QpState::sqd, "SQD after RTS"); break;
+    case QpState::sqer: wanted(false, "a state that RC has; SQER is UD's"); break;
+  }
+  if (target == QpState::rtr || (target == QpState::rts && from == QpState::rtr)) {
+    m.set_retries = 1;
+    m.retry_count = attributes.retry_count;
+    m.rnr_retry = 7;
+  }
+  Command command = make_command(CommandKind::modify_qp, qpn & qp_index_mask);
+  command.front = qp.front;
+  command.slot = qp.slot;
+  set_payload(command, m);
+  self.ask(command);
+}
+
+QpStatus KernelEngine::query_qp(std::uint32_t qpn) const {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  return self.query(self.qp_or_throw(qpn));
+}
+
+void KernelEngine::destroy_qp(std::uint32_t qpn) {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  Implementation::Qp& qp = self.qp_or_throw(qpn);
+  Command command = make_command(CommandKind::remove_qp, qpn & qp_index_mask);
+  command.front = qp.front;
+  command.slot = qp.slot;
+  self.ask(command);
+  qp.used = false;
+  Implementation::Slots& slots = self.slots[qp.front];
+  slots.qps &= ~(1u << qp.slot);
+  Implementation::Cq& cq = self.cqs[qp.cqn];
+  if (--cq.users == 0) slots.cqs &= ~(1u << cq.slot);
+}
+
+void KernelEngine::set_faults(const Faults& faults) {
+  const std::lock_guard lock(self_->mutex);
+  self_->apply(faults);
+}
+
+std::vector<Report> KernelEngine::take_reports() {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  std::vector<Report> list;
+  while (!self.ended) {
+    const kernel::ReportSlot& slot = self.t.reports[self.report_number % self.t.max_reports];
+    if (read_word(&slot.number) != self.report_number + 1) break;
+    list.push_back({self.config.name, slot.qpn, static_cast<std::uint16_t>(slot.index),
+                    static_cast<ReportKind>(slot.kind), reason(slot)});
+    ++self.report_number;
+    write_word(&self.t.mail->reports_taken, self.report_number);
+  }
+  return list;
+}
+
+Statistics KernelEngine::counters() const {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  Command command = make_command(CommandKind::statistics, 0);
+  const kernel::Reply reply = self.ask(command);
+  const auto* w = reply.words;
+  return {w[0], w[1], w[2], w[3], w[4], w[5], w[6]};
+}
+
+void KernelEngine::stop(std::chrono::nanoseconds deadline) {
+  const std::lock_guard lock(self_->mutex);
+  self_->end(deadline);
+}
+
+bool KernelEngine::running() const {
+  const std::lock_guard lock(self_->mutex);
+  return self_->launched && !self_->ended && cudaStreamQuery(self_->stream) == cudaErrorNotReady;
+}
+
+}  // namespace belfry::softnic
