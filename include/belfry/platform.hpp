@@ -20,7 +20,18 @@
 #define BELFRY_UNROLL _Pragma("unroll")
 // What hardly ever runs stays out of the way of what does: code that is not called is not fetched.
 #define BELFRY_COLD inline __noinline__
+// Device calls are inlined: fast, and slow to compile. A program that makes very many may do
+// without.
+#if defined(BELFRY_OUTLINE_CALLS)
+#define BELFRY_CALL __noinline__
+#define BELFRY_MAY_OUTLINE __noinline__
 #else
+#define BELFRY_CALL __forceinline__
+#define BELFRY_MAY_OUTLINE
+#endif
+#else
+#define BELFRY_CALL BELFRY_INLINE
+#define BELFRY_MAY_OUTLINE
 #define BELFRY_COLD inline __attribute__((noinline, cold))
 #define BELFRY_UNROLL
 #define BELFRY_CUDA 0

@@ -4,6 +4,7 @@
 // are fewer.
 //
 //   conformance_on_gpu [--seeds N] [--first SEED] [--paths lsa,direct,proxy]
+#define BELFRY_OUTLINE_CALLS
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>

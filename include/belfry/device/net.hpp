@@ -189,8 +189,8 @@ class NetSet {
   // Until this rank's signal `id` has reached `at_least` (wrap-around compare). What was put
   // before the signal is then visible to the whole group. Collective over `group`.
   template <class Group>
-  BELFRY_DEVICE Status wait_signal(const Group& group, std::uint32_t id,
-                                   std::uint64_t at_least) const {
+  BELFRY_DEVICE BELFRY_MAY_OUTLINE Status wait_signal(const Group& group, std::uint32_t id,
+                                                      std::uint64_t at_least) const {
     Status status = Status::ok;
     if (group.leader()) {
       status = !usable_ ? Status::failed
@@ -265,8 +265,9 @@ class NetSet {
   // store: one trip, no fence, no signal. The tag is the epoch: the receiver waits for it and
   // nothing is cleared; a place may be used again with the same tag only after 2^32 - 1 others.
   template <class Group>
-  BELFRY_DEVICE Ticket put_packet(const Group& group, int peer, Place dst, Place src,
-                                  std::uint64_t bytes, std::uint32_t tag) const {
+  BELFRY_DEVICE BELFRY_MAY_OUTLINE Ticket put_packet(const Group& group, int peer, Place dst,
+                                                     Place src, std::uint64_t bytes,
+                                                     std::uint32_t tag) const {
     queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
     c.bytes = packet_bytes(bytes);
     Ticket ticket;
@@ -305,8 +306,9 @@ class NetSet {
   // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
   // this thread's or block's memory. Collective over `group`: its threads share the work.
   template <class Group>
-  BELFRY_DEVICE Status wait_packet(const Group& group, Place src, void* dst, std::uint64_t bytes,
-                                   std::uint32_t tag) const {
+  BELFRY_DEVICE BELFRY_MAY_OUTLINE Status wait_packet(const Group& group, Place src, void* dst,
+                                                      std::uint64_t bytes,
+                                                      std::uint32_t tag) const {
     Status status = Status::ok;
     const auto* in = static_cast<const std::uint64_t*>(local_ptr(src.window, src.offset));
     if (in == nullptr || bytes % 4 != 0 || src.offset % 8 != 0 ||
@@ -485,7 +487,7 @@ class NetSet {
   }
 
   template <class Group>
-  BELFRY_DEVICE Status drain(const Group& group, int peer) const {
+  BELFRY_DEVICE BELFRY_MAY_OUTLINE Status drain(const Group& group, int peer) const {
     group.sync();
     Status status = Status::ok;
     if (group.leader()) {
@@ -536,8 +538,8 @@ class NetSet {
   }
 
   template <class Group>
-  BELFRY_DEVICE BELFRY_INLINE Ticket run(const Group& group, int peer, const queue::Command& c,
-                                         bool pay_fence, post::Doorbell doorbell) const {
+  BELFRY_DEVICE BELFRY_CALL Ticket run(const Group& group, int peer, const queue::Command& c,
+                                       bool pay_fence, post::Doorbell doorbell) const {
     const Route r = route_to(peer);
     return carry_out(group, peer, c, r, usable_ ? look_up(peer, c) : post::Resolved{}, pay_fence,
                      doorbell);
@@ -809,7 +811,7 @@ class NetSet {
 
   // ---- fetching atomics ----
 
-  BELFRY_DEVICE Ticket atomic(int peer, queue::Command c) const {
+  BELFRY_DEVICE BELFRY_MAY_OUTLINE Ticket atomic(int peer, queue::Command c) const {
     Ticket ticket;
     if (!usable_) {
       ticket.status = Status::failed;
