@@ -33,7 +33,7 @@ function(belfry_nvcc out)
   endif()
   set(${out} ${Python3_EXECUTABLE} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py --
     ${CMAKE_CXX_COMPILER_LAUNCHER} ${BELFRY_NVCC} -std=c++20 -O3 -lineinfo ${host_compiler}
-    -I${PROJECT_SOURCE_DIR}/include -I${PROJECT_SOURCE_DIR}/src
+    -I${PROJECT_SOURCE_DIR}/include -I${PROJECT_SOURCE_DIR}/src -I${PROJECT_SOURCE_DIR}/tests
     -Werror=cross-execution-space-call,deprecated-declarations,reorder
     -Xcompiler=-Wall,-Wextra,-Werror -Xptxas=-v,-warn-spills,-warn-lmem-usage PARENT_SCOPE)
 endfunction()

@@ -32,6 +32,9 @@ struct SoftnicOptions {
   std::uint32_t credit = 0;         // WQEs per queue and pass
   std::uint32_t slow_doorbell = 0;  // passes
   bool late_placement = false;      // data arrives at the last legal moment
+  // On a GPU it is a kernel of this many CTAs, an SM each: 2 for latency, 16 for a link's
+  // bandwidth.
+  std::uint32_t ctas = 4;
 };
 
 // The same on every rank but for what is marked (local); a mismatch is an error that names the

@@ -101,8 +101,11 @@ void Comm::Implementation::create() {
   } else {
     publish_window(control_window, WindowMemory(control), nullptr);
   }
-  connect_queues();
   if (gpu != nullptr) make_gpu_tables();
+  connect_queues();
+  if (gpu != nullptr) {
+    memory::copy_to_gpu(gpu->device, gpu->routes, routes.data(), routes.size() * sizeof(Route));
+  }
   start_progress();
   bootstrap->barrier();
 }
@@ -136,6 +139,11 @@ void Comm::Implementation::open_providers() {
     throw Error("provider", "'" + options.provider + "'", provider_names(),
                 "correct BELFRY_PROVIDER or the option, or leave it out");
   }
+  if (const std::string lacking = options.gpu >= 0 ? memory::gpu_support(options.gpu) : "";
+      !lacking.empty()) {
+    throw Error(fmt::format("option gpu on rank {}", rank), lacking, "a GPU to use",
+                "correct the option, or leave it out for kernels on the host executor");
+  }
   provider::Options chosen;
   chosen.label = fmt::format("rank {}", rank);
   // One queue per context and peer, and the CPU's own.
@@ -148,6 +156,8 @@ void Comm::Implementation::open_providers() {
   chosen.queues = static_cast<std::uint32_t>(queues);
   chosen.peers = static_cast<std::uint32_t>(ranks);
   chosen.gpu = options.gpu;
+  chosen.ctas = options.softnic.ctas;
+  chosen.windows = options.windows;
   const SoftnicOptions& s = options.softnic;
   chosen.seed = s.seed + static_cast<std::uint64_t>(rank);
   chosen.strict = s.strict;
@@ -188,10 +198,6 @@ void Comm::Implementation::make_control_memory() {
     memory::GpuName signals;
   } mine{control.name(), {}};
   if (options.gpu >= 0) {
-    if (const std::string lacking = memory::gpu_support(options.gpu); !lacking.empty()) {
-      throw Error(fmt::format("option gpu on rank {}", rank), lacking, "a GPU to use",
-                  "correct the option, or leave it out for kernels on the host executor");
-    }
     gpu = std::make_unique<OnGpu>();
     gpu->device = options.gpu;
     gpu->signals = memory::GpuBlock(gpu->device, bytes);
@@ -317,7 +323,8 @@ void Comm::Implementation::make_tables() {
   }
 }
 
-// One block with everything that kernels only read, and what they alone write.
+// One block with everything that kernels only read, and what they alone write. Before the queues,
+// which count into it; the routes, which lead to queues, are filled in after them.
 void Comm::Implementation::make_gpu_tables() {
   OnGpu& g = *gpu;
   std::size_t bytes = 0;
@@ -338,7 +345,6 @@ void Comm::Implementation::make_gpu_tables() {
   g.windows = reinterpret_cast<WindowView*>(base + windows_at);
   g.window_peers = reinterpret_cast<WindowPeer*>(base + peers_at);
   g.routes = reinterpret_cast<Route*>(base + routes_at);
-  memory::copy_to_gpu(g.device, g.routes, routes.data(), routes.size() * sizeof(Route));
   g.view = view;
   g.view.window_table = g.windows;
   g.view.window_peers = g.window_peers;
@@ -407,6 +413,7 @@ void Comm::Implementation::connect_queues() {
   config.first_index = options.first_index;
   config.result_slots = options.result_slots;
   config.counters = counters;
+  if (gpu != nullptr) config.sources = post::Source::by_nic;
   config.error = &shared->error;
   host.resize(static_cast<std::size_t>(ranks));
   // queues[peer][0] is the CPU's; the others the contexts', empty where none is needed.
@@ -422,13 +429,19 @@ void Comm::Implementation::connect_queues() {
     if (choice.nic == Path::none) continue;
     config.peer = peer;
     config.context = options.contexts;
-    host[p].queue = provider_of(peer).create_queue(config);
-    queues[p].push_back(host[p].queue.get());
+    // A queue of the CPU makes the NIC of a GPU look over PCIe in every turn: not where only
+    // kernels were to post.
+    if (gpu == nullptr || options.path != Path::direct) {
+      host[p].queue = provider_of(peer).create_queue(config);
+      queues[p].push_back(host[p].queue.get());
+    }
     for (std::uint32_t context = 0; context < options.contexts; ++context) {
       Route& route = routes[context * static_cast<std::size_t>(ranks) + p];
       if (choice.nic == Path::host) continue;
       config.context = context;
+      config.on_gpu = gpu != nullptr && choice.nic == Path::direct;
       std::unique_ptr<provider::Queue> queue = provider_of(peer).create_queue(config);
+      config.on_gpu = false;
       queues[p].push_back(queue.get());
       if (choice.nic == Path::direct) {
         route.send = queue->send_queue();
@@ -442,6 +455,7 @@ void Comm::Implementation::connect_queues() {
         channel.result_slots = options.result_slots;
         channel.peer = peer;
         channel.context = context;
+        channel.pinned = gpu != nullptr;
         proxies.push_back(std::make_unique<path::ProxyChannel>(channel, std::move(queue)));
         route.ring = proxies.back()->ring();
       }

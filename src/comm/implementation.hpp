@@ -130,6 +130,8 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   // `trouble`: this rank has failed already, and says so to the others before it is thrown.
   void publish_window(std::uint32_t id, const WindowMemory& memory, std::exception_ptr trouble);
   void withdraw_window(std::uint32_t id) noexcept;
+  const provider::Blob& nic_address(int peer) const;
+  void forget_import(std::uint32_t id, int peer) noexcept;
   Window make_window(void* memory, std::uint64_t bytes);
 
   bool progress();

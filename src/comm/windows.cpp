@@ -57,6 +57,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
   WindowView& window = window_views[id];
   std::vector<std::pair<std::size_t, std::uint32_t>> keys;
   std::vector<std::shared_ptr<void>> mappings;
+  std::vector<int> imported;
   // What goes wrong here is told to the others in the exchange: they must not wait for this rank,
   // nor go on without it.
   auto together = [&](std::uint32_t failed, std::span<const std::uint32_t> theirs) {
@@ -107,19 +108,21 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
         entry.rkey = offer.rkey[i];
         entry.lkey = lkeys[i];
       }
-      if (!choice.lsa) continue;
+      const bool imports = choice.nic != Path::none && provider_of(peer).needs_mappings();
+      if (!choice.lsa && !imports) continue;
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
+      std::byte* mapped = nullptr;
       if (offer.shared != Sharing::no && trouble == nullptr) {
         // Held also for a rank of this process: a job that was aborted ends rank by rank, and a
         // kernel may still store to one that is gone.
         try {
           if (offer.shared == Sharing::gpu) {
             auto mapping = memory::map_gpu(offer.block, options.gpu);
-            entry.lsa = static_cast<std::byte*>(mapping->data());
+            mapped = static_cast<std::byte*>(mapping->data());
             mappings.push_back(std::move(mapping));
           } else {
             auto mapping = memory::map_remote(offer.segment);
-            entry.lsa = static_cast<std::byte*>(mapping->data());
+            mapped = static_cast<std::byte*>(mapping->data());
             mappings.push_back(std::move(mapping));
           }
         } catch (const std::exception& e) {
@@ -128,12 +131,29 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
                                                   "see that rank's own error"));
         }
       } else if (same_process) {
-        entry.lsa = reinterpret_cast<std::byte*>(offer.local);
+        mapped = reinterpret_cast<std::byte*>(offer.local);
+      }
+      if (choice.lsa) entry.lsa = mapped;
+      if (!imports || trouble != nullptr) continue;
+      try {
+        if (mapped == nullptr) {
+          throw Error("the caller's memory of another process", "not mapped here",
+                      "a window that the communicator allocates",
+                      "use Comm::window(bytes), or ranks of one process");
+        }
+        provider_of(peer).import_memory(nic_address(peer), {0, entry.rkey, entry.address}, bytes,
+                                        mapped);
+        imported.push_back(peer);
+      } catch (const std::exception& e) {
+        trouble = std::make_exception_ptr(Error(fmt::format("window {} of rank {}", id, peer),
+                                                e.what(), "memory that the NIC reaches",
+                                                "see that rank's own error"));
       }
     }
     const std::uint32_t unmapped = trouble != nullptr ? 1 : 0;
     together(unmapped, bootstrap->allgather_value(unmapped));
   } catch (...) {
+    for (const int peer : imported) forget_import(id, peer);
     for (const auto& [i, lkey] : keys) providers[i]->deregister(lkey);
     throw;
   }
@@ -144,6 +164,25 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
   // Release: a kernel that was told of the window sees its entries.
   store<Order::release, Scope::system>(&window.valid, 1u);
   if (gpu != nullptr) copy_window_to_gpu(id);
+}
+
+// By which a peer's NIC of the chosen provider is known.
+const provider::Blob& Comm::Implementation::nic_address(int peer) const {
+  const auto p = static_cast<std::size_t>(peer);
+  for (const path::Offer::Nic& nic : offers[p].nics) {
+    if (nic.provider == choices[p].provider) return nic.address;
+  }
+  throw Error(fmt::format("provider of rank {}", peer), choices[p].provider, "one that it offered",
+              "run the same version on every rank");
+}
+
+void Comm::Implementation::forget_import(std::uint32_t id, int peer) noexcept {
+  try {
+    const std::size_t at = id * static_cast<std::size_t>(ranks) + static_cast<std::size_t>(peer);
+    provider_of(peer).forget_memory(nic_address(peer), window_peers[at].rkey);
+  } catch (const std::exception&) {
+    // As below: nothing is left to undo.
+  }
 }
 
 void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
@@ -157,6 +196,10 @@ void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
   // failure is there still a command that names it. The poller never waits, so this is short.
   fence<Order::seq_cst, Scope::system>();
   while (load<Order::acquire, Scope::system>(&posting) != 0) std::this_thread::yield();
+  for (int peer = 0; peer < ranks; ++peer) {
+    const path::Choice& choice = choices[static_cast<std::size_t>(peer)];
+    if (choice.nic != Path::none && provider_of(peer).needs_mappings()) forget_import(id, peer);
+  }
   for (const auto& [i, lkey] : window_keys[id]) {
     try {
       if (providers[i] != nullptr) providers[i]->deregister(lkey);

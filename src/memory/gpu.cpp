@@ -193,14 +193,54 @@ GpuName GpuBlock::name() const {
   return name;
 }
 
-GpuMapping::~GpuMapping() {
-  if (!imported_) return;
+namespace {
+
+void unmap(void* data, int device) noexcept {
   try {
-    const OnDevice on(device_);
-    (void)cudaIpcCloseMemHandle(data_);
+    const OnDevice on(device);
+    (void)cudaIpcCloseMemHandle(data);
   } catch (const Error&) {
     // The driver is going: so are its mappings.
   }
+}
+
+// Never destroyed, as the devices above.
+struct Endless {
+  std::mutex mutex;
+  int kernels = 0;
+  std::vector<std::pair<void*, int>> dropped;
+};
+Endless& endless() {
+  static auto* state = new Endless;
+  return *state;
+}
+
+}  // namespace
+
+EndlessKernel::EndlessKernel() {
+  const std::lock_guard guard(endless().mutex);
+  ++endless().kernels;
+}
+
+EndlessKernel::~EndlessKernel() {
+  std::vector<std::pair<void*, int>> dropped;
+  {
+    const std::lock_guard guard(endless().mutex);
+    if (--endless().kernels == 0) dropped.swap(endless().dropped);
+  }
+  for (const auto& [data, device] : dropped) unmap(data, device);
+}
+
+GpuMapping::~GpuMapping() {
+  if (!imported_) return;
+  {
+    const std::lock_guard guard(endless().mutex);
+    if (endless().kernels > 0) {
+      endless().dropped.emplace_back(data_, device_);
+      return;
+    }
+  }
+  unmap(data_, device_);
 }
 
 std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device) {

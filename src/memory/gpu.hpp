@@ -57,6 +57,16 @@ class GpuBlock {
   int device_ = -1;
 };
 
+// While one is alive a kernel of this process never ends. cudaIpcCloseMemHandle waits for it, so
+// mappings that are dropped meanwhile are unmapped when the last has gone.
+class EndlessKernel {
+ public:
+  EndlessKernel();
+  ~EndlessKernel();
+  EndlessKernel(const EndlessKernel&) = delete;
+  EndlessKernel& operator=(const EndlessKernel&) = delete;
+};
+
 // A block of a peer as `device` reaches it. Lives as long as its owner; a block of another process
 // is unmapped with the last owner.
 class GpuMapping {

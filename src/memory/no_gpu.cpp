@@ -23,6 +23,8 @@ GpuBlock::GpuBlock(GpuBlock&&) noexcept = default;
 GpuBlock& GpuBlock::operator=(GpuBlock&&) noexcept = default;
 GpuName GpuBlock::name() const { return {}; }
 GpuMapping::~GpuMapping() = default;
+EndlessKernel::EndlessKernel() = default;
+EndlessKernel::~EndlessKernel() = default;
 std::shared_ptr<GpuMapping> map_gpu(const GpuName&, int) { refuse("memory of a GPU"); }
 PinnedBlock::PinnedBlock(std::size_t) { refuse("pinned memory"); }
 PinnedBlock::~PinnedBlock() = default;

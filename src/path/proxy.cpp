@@ -1,33 +1,47 @@
 #include "path/proxy.hpp"
 
 #include <bit>
+#include <cstring>
+#include <new>
 
 #include "belfry/device/post.hpp"
+#include "memory/gpu.hpp"
 
 namespace belfry::path {
 
-// What kernels and the proxy share.
+// What kernels and the proxy share; the slots and the marks of results follow it in memory.
 struct ProxyChannel::Shared {
   queue::CommandRing ring{};
   alignas(64) std::uint64_t tail = 0;
   alignas(64) std::uint64_t completed = 0;
-  std::vector<queue::CommandSlot> slots;
-  std::vector<std::uint32_t> result_busy;
 };
 
 ProxyChannel::ProxyChannel(const Config& config, std::unique_ptr<provider::Queue> queue)
-    : config_(config), queue_(std::move(queue)), shared_(std::make_unique<Shared>()) {
+    : config_(config), queue_(std::move(queue)) {
+  const std::size_t slots_at = sizeof(Shared);
+  const std::size_t busy_at = slots_at + config.depth * sizeof(queue::CommandSlot);
+  const std::size_t bytes = busy_at + config.result_slots * sizeof(std::uint32_t);
+  std::shared_ptr<std::byte> memory;
+  if (config.pinned) {
+    auto block = std::make_shared<memory::PinnedBlock>(bytes);
+    memory = std::shared_ptr<std::byte>(block, static_cast<std::byte*>(block->data()));
+  } else {
+    constexpr std::align_val_t alignment{alignof(Shared)};
+    memory = std::shared_ptr<std::byte>(
+        static_cast<std::byte*>(::operator new(bytes, alignment)),
+        [](std::byte* p) { ::operator delete (p, std::align_val_t{alignof(Shared)}); });
+    std::memset(memory.get(), 0, bytes);
+  }
+  shared_ = std::shared_ptr<Shared>(memory, new (memory.get()) Shared);
   const auto log2 = static_cast<std::uint32_t>(std::countr_zero(config.depth));
-  shared_->slots.resize(config.depth);
-  shared_->result_busy.resize(config.result_slots);
   queue::CommandRing& ring = shared_->ring;
-  ring.slots = shared_->slots.data();
+  ring.slots = reinterpret_cast<queue::CommandSlot*>(memory.get() + slots_at);
   ring.depth = config.depth;
   ring.depth_log2 = log2;
   ring.tail = &shared_->tail;
   ring.completed = &shared_->completed;
   ring.results = queue_->results();
-  ring.result_busy = shared_->result_busy.data();
+  ring.result_busy = reinterpret_cast<std::uint32_t*>(memory.get() + busy_at);
   ring.result_slots = config.result_slots;
   ring.peer = config.peer;
   queue::initialise(ring, config.first_index);

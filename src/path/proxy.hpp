@@ -20,6 +20,7 @@ class ProxyChannel {
     std::uint32_t result_slots = 64;
     std::int32_t peer = 0;
     std::uint32_t context = 0;
+    bool pinned = false;  // kernels of a GPU push
   };
   ProxyChannel(const Config& config, std::unique_ptr<provider::Queue> queue);
   ~ProxyChannel();
@@ -40,7 +41,7 @@ class ProxyChannel {
 
   Config config_;
   std::unique_ptr<provider::Queue> queue_;
-  std::unique_ptr<Shared> shared_;
+  std::shared_ptr<Shared> shared_;
   queue::CommandConsumer consumer_;
   std::uint64_t done_ = 0;           // progress of the command at the ring's front
   std::uint64_t completed_ = 0;      // commands completed, as mirrored

@@ -1,6 +1,7 @@
 // Lays out a send queue's parts in one piece of memory, each on cache lines of its own.
 #include "provider/memory_queue.hpp"
 
+#include <cstdlib>
 #include <cstring>
 #include <new>
 
@@ -61,21 +62,36 @@ queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config) {
 
 }  // namespace
 
-MemoryQueue::MemoryQueue(const QueueConfig& config) {
+std::size_t queue_bytes(const QueueConfig& config) {
   Layout measure(nullptr);
   lay_out(measure, config);
-  auto* memory = static_cast<std::byte*>(std::aligned_alloc(page, measure.bytes()));
-  if (memory == nullptr) throw std::bad_alloc();
-  memory_.reset(memory);
-  std::memset(memory, 0, measure.bytes());
-  Layout layout(memory);
-  send_ = lay_out(layout, config);
-  queue::initialise(*send_, config.first_index);
+  return measure.bytes();
 }
+
+queue::SendQueue* lay_out_queue(std::byte* memory, const QueueConfig& config) {
+  Layout layout(memory);
+  queue::SendQueue* send = lay_out(layout, config);
+  queue::initialise(*send, config.first_index);
+  return send;
+}
+
+MemoryQueue::MemoryQueue(const QueueConfig& config)
+    : MemoryQueue(config, [](std::size_t bytes) {
+        std::shared_ptr<std::byte> memory(static_cast<std::byte*>(std::aligned_alloc(page, bytes)),
+                                          std::free);
+        if (memory == nullptr) throw std::bad_alloc();
+        std::memset(memory.get(), 0, bytes);
+        return memory;
+      }) {}
+
+MemoryQueue::MemoryQueue(const QueueConfig& config, const Allocate& allocate)
+    : memory_(allocate(queue_bytes(config))),
+      source_(config.sources),
+      send_(lay_out_queue(memory_.get(), config)) {}
 
 bool MemoryQueue::post(const queue::Command& command, const post::Resolved& resolved,
                        std::uint64_t& done, std::uint64_t& end) {
-  return post::submit_some(*send_, command, resolved, post::Doorbell::later, done, end);
+  return post::submit_some(*send_, command, resolved, source_, post::Doorbell::later, done, end);
 }
 
 QueueState MemoryQueue::state() {

@@ -3,16 +3,30 @@
 #pragma once
 
 #include <bit>
-#include <cstdlib>
+#include <cstddef>
+#include <functional>
 #include <memory>
 
 #include "provider/provider.hpp"
 
 namespace belfry::provider {
 
+inline std::uint32_t log2_of(std::uint32_t power) {
+  return static_cast<std::uint32_t>(std::countr_zero(power));
+}
+
+// What a queue of this configuration takes, in bytes, and the queue laid out in zeroed memory of
+// that size, which begins at a page: initialised, not yet connected.
+std::size_t queue_bytes(const QueueConfig& config);
+queue::SendQueue* lay_out_queue(std::byte* memory, const QueueConfig& config);
+
 class MemoryQueue : public Queue {
  public:
+  // Zeroed memory that begins at a page.
+  using Allocate = std::function<std::shared_ptr<std::byte>(std::size_t bytes)>;
+
   explicit MemoryQueue(const QueueConfig& config);
+  MemoryQueue(const QueueConfig& config, const Allocate& allocate);
 
   QueueState state() override;
   queue::SendQueue* send_queue() final { return send_; }
@@ -25,15 +39,10 @@ class MemoryQueue : public Queue {
 
  protected:
   std::uint32_t qpn() const { return send_->qpn; }
-  static std::uint32_t log2_of(std::uint32_t power) {
-    return static_cast<std::uint32_t>(std::countr_zero(power));
-  }
 
  private:
-  struct Free {
-    void operator()(void* memory) const { std::free(memory); }
-  };
-  std::unique_ptr<std::byte, Free> memory_;  // everything the queue consists of, zeroed
+  std::shared_ptr<std::byte> memory_;  // everything the queue consists of
+  post::Source source_;
   queue::SendQueue* send_ = nullptr;
 };
 

@@ -33,6 +33,10 @@ struct QueueConfig {
   std::uint64_t first_index = 0;  // where the indices start: tests set it near a wrap
   std::uint32_t result_slots = 64;
   std::uint32_t max_inline = 220;
+  // Kernels of the provider's GPU drive it, and it lies there; else the CPU does.
+  bool on_gpu = false;
+  // Who reads small sources of what the CPU posts: the CPU cannot where they lie in a GPU's memory.
+  post::Source sources = post::Source::at_posting;
   std::uint64_t* counters = nullptr;  // what counter_inc bumps
   ErrorRecord* error = nullptr;
 };
@@ -83,10 +87,12 @@ struct Options {
   std::string label;          // "rank 3", for reports
   std::uint32_t queues = 64;  // what will be created, at most
   std::uint32_t peers = 64;   // ranks that will connect, this one included
+  std::uint32_t windows = 64;
   std::uint64_t seed = 1;
   bool strict = true;
   bool trace = false;
-  std::int32_t gpu = -1;  // whose memory it must reach; -1: the host's
+  std::int32_t gpu = -1;   // whose memory it must reach; -1: the host's
+  std::uint32_t ctas = 4;  // of SoftNIC's kernel there
   softnic::Faults faults;
 };
 
@@ -104,6 +110,12 @@ class Provider {
   virtual Registration register_memory(void* address, std::size_t bytes,
                                        const memory::SharedSegment* segment, bool ordered) = 0;
   virtual void deregister(std::uint32_t lkey) = 0;
+  // True when peers' registrations must be mapped into this process for it to reach them.
+  virtual bool needs_mappings() const { return false; }
+  // A peer's registration as this process sees it, before anything is posted to it; and no more.
+  virtual void import_memory(const Blob& /*peer*/, const Registration& /*theirs*/,
+                             std::size_t /*bytes*/, void* /*mapped_here*/) {}
+  virtual void forget_memory(const Blob& /*peer*/, std::uint32_t /*rkey*/) {}
   virtual std::unique_ptr<Queue> create_queue(const QueueConfig& config) = 0;
   // What the NIC complained about since the last call; empty for hardware.
   virtual std::vector<std::string> take_reports() = 0;

@@ -16,8 +16,8 @@ std::span<const Factory> factories() {
       {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, false, not_built, none},
       {"verbs", "libibverbs: any RDMA NIC", false, false, not_built, none},
       {"fabric", "libfabric: EFA, tcp, shm", false, false, not_built, none},
-      {"soft", "SoftNIC: a NIC in software, between processes of one host", true, false, probe_soft,
-       open_soft},
+      {"soft", "SoftNIC: a NIC in software, between processes of one host", true,
+       BELFRY_WITH_CUDA != 0, probe_soft, open_soft},
   }};
   return list;
 }

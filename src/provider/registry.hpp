@@ -7,5 +7,7 @@ namespace belfry::provider {
 
 std::string probe_soft();
 std::unique_ptr<Provider> open_soft(const Options& options);
+// SoftNIC as a kernel of options.gpu; only in a build with CUDA.
+std::unique_ptr<Provider> open_soft_on_gpu(const Options& options);
 
 }  // namespace belfry::provider

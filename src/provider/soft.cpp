@@ -5,30 +5,13 @@
 #include <mutex>
 
 #include "belfry/simt.hpp"
+#include "provider/blob.hpp"
 #include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
 #include "softnic/nic.hpp"
 
 namespace belfry::provider {
 namespace {
-
-template <class T>
-Blob blob_of(const T& value) {
-  Blob bytes(sizeof(T));
-  std::memcpy(bytes.data(), &value, sizeof(T));
-  return bytes;
-}
-
-template <class T>
-T value_of(std::span<const std::byte> bytes, const char* what) {
-  if (bytes.size() != sizeof(T)) {
-    throw Error(what, std::to_string(bytes.size()) + " bytes", std::to_string(sizeof(T)),
-                "run the same version of belfry on every rank");
-  }
-  T value;
-  std::memcpy(&value, bytes.data(), sizeof(T));
-  return value;
-}
 
 class SoftQueue final : public MemoryQueue {
  public:
@@ -138,6 +121,9 @@ class SoftProvider final : public Provider {
 std::string probe_soft() { return {}; }
 
 std::unique_ptr<Provider> open_soft(const Options& options) {
+#if BELFRY_WITH_CUDA
+  if (options.gpu >= 0) return open_soft_on_gpu(options);
+#endif
   return std::make_unique<SoftProvider>(options);
 }
 

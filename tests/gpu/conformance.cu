@@ -19,6 +19,7 @@
 #include "belfry/device/barrier.hpp"
 #include "belfry/launch.hpp"
 #include "conformance/job.hpp"
+#include "memory/gpu.hpp"
 #include "path/choose.hpp"
 
 namespace belfry::conformance {
@@ -28,24 +29,17 @@ void check(cudaError_t code, const char* what) {
   check_cuda(code, what, "see the first error of this process");
 }
 
-// Pinned memory with room for `count` values: kernels and the CPU use the same address.
+// Pinned memory with room for `count` values: kernels and the CPU use the same address. The
+// library's own blocks: cudaFreeHost would wait for SoftNIC's kernel.
 template <class T>
 class Pinned {
  public:
-  explicit Pinned(std::size_t count) {
-    check(cudaHostAlloc(&data_, std::max<std::size_t>(count, 1) * sizeof(T),
-                        cudaHostAllocMapped | cudaHostAllocPortable),
-          "pinned memory");
-    std::memset(static_cast<void*>(data_), 0, std::max<std::size_t>(count, 1) * sizeof(T));
-  }
-  ~Pinned() { (void)cudaFreeHost(data_); }
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
-  T* data() const { return data_; }
-  T& operator[](std::size_t i) const { return data_[i]; }
+  explicit Pinned(std::size_t count) : block_(std::max<std::size_t>(count, 1) * sizeof(T)) {}
+  T* data() const { return static_cast<T*>(block_.data()); }
+  T& operator[](std::size_t i) const { return data()[i]; }
 
  private:
-  T* data_ = nullptr;
+  memory::PinnedBlock block_;
 };
 
 // The first thing that was not as it should be.

@@ -12,6 +12,7 @@
 #include "belfry/device/barrier.hpp"
 #include "belfry/launch.hpp"
 #include "job.hpp"
+#include "memory/gpu.hpp"
 #include "path/choose.hpp"
 
 namespace belfry::tool {
@@ -21,46 +22,33 @@ void check(cudaError_t code, const char* what) {
   check_cuda(code, what, "see the first error of this process");
 }
 
-// Pinned host memory: kernels write to it, the CPU reads it when they have ended.
+// What kernels write and the CPU reads: in pinned memory, or in the GPU's, where a store is not in
+// the way of a release. The library's own blocks: cudaFree would wait for SoftNIC's kernel.
 template <class T>
 class Pinned {
  public:
-  explicit Pinned(std::size_t count) : count_(count) {
-    check(cudaHostAlloc(&data_, count * sizeof(T), cudaHostAllocMapped), "pinned memory");
-    std::fill_n(data_, count, T{});
-  }
-  ~Pinned() { (void)cudaFreeHost(data_); }
-  Pinned(const Pinned&) = delete;
-  Pinned& operator=(const Pinned&) = delete;
-  T* data() { return data_; }
-  T& operator[](std::size_t i) { return data_[i]; }
-  std::size_t size() const { return count_; }
+  explicit Pinned(std::size_t count) : block_(count * sizeof(T)) {}
+  T* data() { return static_cast<T*>(block_.data()); }
+  T& operator[](std::size_t i) { return data()[i]; }
 
  private:
-  T* data_ = nullptr;
-  std::size_t count_;
+  memory::PinnedBlock block_;
 };
 
-// Memory of the GPU that kernels write to: a store to the host would be in the way of a release.
 template <class T>
 class OnDevice {
  public:
-  explicit OnDevice(std::size_t count) : count_(count) {
-    check(cudaMalloc(&data_, count * sizeof(T)), "memory for figures");
-  }
-  ~OnDevice() { (void)cudaFree(data_); }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-  T* data() { return data_; }
+  OnDevice(int device, std::size_t count) : count_(count), block_(device, count * sizeof(T)) {}
+  T* data() { return static_cast<T*>(block_.data()); }
   std::vector<T> values() const {
     std::vector<T> host(count_);
-    check(cudaMemcpy(host.data(), data_, count_ * sizeof(T), cudaMemcpyDeviceToHost), "figures");
+    memory::copy_from_gpu(block_.device(), host.data(), block_.data(), count_ * sizeof(T));
     return host;
   }
 
  private:
-  T* data_ = nullptr;
   std::size_t count_;
+  memory::GpuBlock block_;
 };
 
 // ---- latency ----
@@ -178,7 +166,7 @@ Figure measure(Comm& comm, Window& window, const Column& column, std::uint64_t b
                std::uint64_t iterations, std::uint32_t& tag) {
   Figure best{column.name, bytes, {}, 0};
   for (const unsigned threads : groups(bytes, column.path != Path::lsa)) {
-    OnDevice<std::uint32_t> trips(iterations);
+    OnDevice<std::uint32_t> trips(comm.options().gpu, iterations);
     Pinned<Stamps> stamps(1);
     Pinned<Outcome> outcome(1);
     for (const bool warm_up : {true, false}) {
@@ -237,8 +225,9 @@ void fill_random(Window& window, std::uint64_t seed) {
   std::mt19937_64 random(seed);
   std::vector<std::uint64_t> words(window.size() / 8);
   for (auto& word : words) word = random();
-  check(cudaMemcpy(window.data(), words.data(), words.size() * 8, cudaMemcpyHostToDevice),
-        "random data");
+  int device = 0;
+  check(cudaGetDevice(&device), "the rank's GPU");
+  memory::copy_to_gpu(device, window.data(), words.data(), words.size() * 8);
 }
 
 bool wanted(const BenchOptions& options, const Column& column) {

@@ -362,9 +362,10 @@ BELFRY_HOST_DEVICE inline Status submit(queue::SendQueue& q, const queue::Comman
 // As submit(), for the queue's only poster, who must not wait (a proxy): posts what fits now and
 // moves `done` on, from 0 to the value at which true is returned: all of it is posted.
 BELFRY_HOST_DEVICE inline bool submit_some(queue::SendQueue& q, const queue::Command& c,
-                                           const Resolved& resolved, Doorbell doorbell,
-                                           std::uint64_t& done, std::uint64_t& end) {
-  const Sequence sequence(q, c, resolved);
+                                           const Resolved& resolved, Source source,
+                                           Doorbell doorbell, std::uint64_t& done,
+                                           std::uint64_t& end) {
+  const Sequence sequence(q, c, resolved, source);
   const std::uint64_t room =
       q.depth - (q.reserved - load<Order::acquire, Scope::device>(&q.completed));
   std::uint32_t blocks = 0;

@@ -1,0 +1,244 @@
+// Provider `soft` for a GPU: SoftNIC as a persistent kernel. Queues that kernels drive lie in the
+// GPU's memory, those that the CPU drives in pinned memory, where the engine polls them over PCIe.
+#include <fmt/format.h>
+
+#include <algorithm>
+#include <bit>
+#include <cstring>
+#include <utility>
+#include <vector>
+
+#include "memory/gpu.hpp"
+#include "provider/blob.hpp"
+#include "provider/memory_queue.hpp"
+#include "provider/registry.hpp"
+#include "softnic/kernel_engine.hpp"
+
+namespace belfry::provider {
+namespace {
+
+// The queue pair behind a queue's memory: made, connected and destroyed with it.
+class Pair {
+ public:
+  Pair(std::shared_ptr<softnic::KernelEngine> engine, queue::SendQueue& q,
+       const QueueConfig& config)
+      : engine_(std::move(engine)) {
+    results_ = engine_->register_memory(q.results, config.result_slots * sizeof(std::uint64_t),
+                                        softnic::access::local_write);
+    q.results_lkey = results_.lkey;
+    softnic::CqConfig cq;
+    cq.buffer = q.cqes;
+    cq.log2_depth = log2_of(q.cq_depth);
+    cq.record = q.cq_record;
+    cq.collapsed = config.collapsed;
+    cq.ignore_overrun = config.collapsed;
+    cqn_ = engine_->create_cq(cq);
+    softnic::QpConfig qp;
+    qp.send_ring = q.ring;
+    qp.log2_send_blocks = log2_of(q.depth);
+    qp.record = q.record;
+    qp.doorbell = q.doorbell;
+    qp.send_cqn = cqn_;
+    qp.receive_cqn = cqn_;
+    qp.initial_producer_index = static_cast<std::uint16_t>(config.first_index);
+    q.qpn = qpn_ = engine_->create_qp(qp);
+  }
+  ~Pair() {
+    try {
+      engine_->destroy_qp(qpn_);
+      engine_->destroy_cq(cqn_);
+      engine_->deregister(results_.lkey);
+    } catch (const Error&) {
+      // An engine that answers no more, as after an illegal access by any kernel of this process,
+      // reaches for nothing any more either.
+    }
+  }
+  Pair(const Pair&) = delete;
+  Pair& operator=(const Pair&) = delete;
+
+  std::uint32_t qpn() const { return qpn_; }
+
+  void connect(std::span<const std::byte> remote_device, std::span<const std::byte> remote_queue) {
+    softnic::KernelQpAttributes attributes;
+    attributes.remote =
+        value_of<softnic::KernelEngineAddress>(remote_device, "address of a peer's SoftNIC");
+    attributes.remote_qpn = value_of<std::uint32_t>(remote_queue, "number of a peer's queue");
+    engine_->modify_qp(qpn_, softnic::QpState::init);
+    engine_->modify_qp(qpn_, softnic::QpState::rtr, attributes);
+    engine_->modify_qp(qpn_, softnic::QpState::rts, attributes);
+  }
+
+ private:
+  std::shared_ptr<softnic::KernelEngine> engine_;
+  softnic::MemoryKey results_;
+  std::uint32_t cqn_ = 0;
+  std::uint32_t qpn_ = 0;
+};
+
+// Driven by the CPU.
+class PinnedQueue final : public MemoryQueue {
+ public:
+  PinnedQueue(std::shared_ptr<softnic::KernelEngine> engine, const QueueConfig& config)
+      : MemoryQueue(config,
+                    [](std::size_t bytes) {
+                      auto block = std::make_shared<memory::PinnedBlock>(bytes);
+                      return std::shared_ptr<std::byte>(block,
+                                                        static_cast<std::byte*>(block->data()));
+                    }),
+        pair_(std::move(engine), *send_queue(), config) {}
+
+  Blob address() const override { return blob_of(pair_.qpn()); }
+  void connect(std::span<const std::byte> remote_device,
+               std::span<const std::byte> remote_queue) override {
+    pair_.connect(remote_device, remote_queue);
+  }
+
+ private:
+  Pair pair_;
+};
+
+// Driven by kernels. The CPU sees it in copies.
+class GpuQueue final : public Queue {
+ public:
+  GpuQueue(std::shared_ptr<softnic::KernelEngine> engine, int device, const QueueConfig& config)
+      : image_(queue_bytes(config)), block_(device, image_.size()), device_(device) {
+    queue::SendQueue* q = lay_out_queue(here(), config);
+    at_ = reinterpret_cast<std::byte*>(q) - here();
+    moved(*q, here(), there());
+    pair_.emplace(std::move(engine), *q, config);
+    memory::copy_to_gpu(device_, there(), here(), image_.size());
+  }
+
+  Blob address() const override { return blob_of(pair_->qpn()); }
+  void connect(std::span<const std::byte> remote_device,
+               std::span<const std::byte> remote_queue) override {
+    pair_->connect(remote_device, remote_queue);
+  }
+  queue::SendQueue* send_queue() override {
+    return reinterpret_cast<queue::SendQueue*>(there() + at_);
+  }
+  QueueState state() override {
+    const queue::SendQueue& q = fetch();
+    return {q.qpn, q.reserved, q.ready, q.rung, q.completed};
+  }
+  bool post(const queue::Command&, const post::Resolved&, std::uint64_t&, std::uint64_t&) override {
+    throw Error(fmt::format("queue 0x{:x}", pair_->qpn()), "a post by the CPU",
+                "a post by a kernel of its GPU", "this is a fault of belfry");
+  }
+  void ring() override {}
+  // Kernels take in their completions; what no kernel has taken in is not counted yet.
+  void poll() override {}
+  bool complete(std::uint64_t end) override { return reached(fetch().completed, end); }
+  std::uint64_t* results() override { return nullptr; }
+
+ private:
+  std::byte* here() { return image_.data(); }
+  std::byte* there() { return static_cast<std::byte*>(block_.data()); }
+
+  static void moved(queue::SendQueue& q, const std::byte* from, std::byte* to) {
+    const auto move = [&](auto*& pointer) {
+      auto* address = reinterpret_cast<const std::byte*>(pointer) - from + to;
+      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(address);
+    };
+    move(q.ring);
+    move(q.record);
+    move(q.doorbell);
+    move(q.cqes);
+    move(q.cq_record);
+    move(q.slot_counters);
+    move(q.results);
+    move(q.result_busy);
+  }
+
+  // A copy of the queue whose completions are taken in as far as its CQ goes. Counters are left
+  // to kernels: they bump the words that count.
+  const queue::SendQueue& fetch() {
+    memory::copy_from_gpu(device_, here(), there(), image_.size());
+    auto& q = *reinterpret_cast<queue::SendQueue*>(here() + at_);
+    moved(q, there(), here());
+    q.poll_lock = 0;
+    q.uses_counters = 0;
+    queue::poll(q);
+    return q;
+  }
+
+  std::vector<std::byte> image_;
+  memory::GpuBlock block_;
+  int device_;
+  std::ptrdiff_t at_ = 0;
+  std::optional<Pair> pair_;
+};
+
+class SoftOnGpu final : public Provider {
+ public:
+  explicit SoftOnGpu(const Options& options) : device_(options.gpu) {
+    softnic::KernelEngineConfig config;
+    config.name = options.label;
+    config.device = options.gpu;
+    config.ctas = options.ctas;
+    config.max_qps = config.max_cqs = std::bit_ceil(std::max(options.queues, 64u));
+    // A window each, and each queue's results.
+    config.max_keys = std::bit_ceil(std::max(options.queues + options.windows, 64u));
+    config.max_peers = std::max(options.peers, 1u);
+    config.seed = options.seed;
+    config.strict = options.strict;
+    config.faults = options.faults;
+    engine_ = std::make_shared<softnic::KernelEngine>(config);
+  }
+
+  const char* name() const override { return "soft"; }
+  bool device_queues() const override { return true; }
+  std::string describe() const override {
+    return fmt::format("SoftNIC as a kernel of GPU {} that takes {} of its SMs", device_,
+                       engine_->sms());
+  }
+  Blob address() const override { return blob_of(engine_->address()); }
+
+  Registration register_memory(void* address, std::size_t bytes, const memory::SharedSegment*,
+                               bool) override {
+    const softnic::MemoryKey key = engine_->register_memory(address, bytes, softnic::access::all);
+    return {key.lkey, key.rkey, reinterpret_cast<std::uint64_t>(address)};
+  }
+  void deregister(std::uint32_t lkey) override { engine_->deregister(lkey); }
+
+  bool needs_mappings() const override { return true; }
+  void import_memory(const Blob& peer, const Registration& theirs, std::size_t bytes,
+                     void* mapped_here) override {
+    engine_->import_memory(engine_of(peer), theirs.rkey, theirs.address, bytes,
+                           softnic::access::all, mapped_here);
+  }
+  void forget_memory(const Blob& peer, std::uint32_t rkey) override {
+    engine_->forget_memory(engine_of(peer), rkey);
+  }
+
+  std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
+    if (config.on_gpu) return std::make_unique<GpuQueue>(engine_, device_, config);
+    return std::make_unique<PinnedQueue>(engine_, config);
+  }
+
+  std::vector<std::string> take_reports() override {
+    std::vector<std::string> lines;
+    for (const softnic::Report& report : engine_->take_reports()) {
+      lines.push_back(report.to_string());
+    }
+    return lines;
+  }
+  std::vector<softnic::TraceEvent> take_trace() override { return {}; }
+
+ private:
+  static softnic::KernelEngineAddress engine_of(const Blob& peer) {
+    return value_of<softnic::KernelEngineAddress>(peer, "address of a peer's SoftNIC");
+  }
+
+  int device_;
+  memory::EndlessKernel endless_;  // longer than the engine
+  std::shared_ptr<softnic::KernelEngine> engine_;
+};
+
+}  // namespace
+
+std::unique_ptr<Provider> open_soft_on_gpu(const Options& options) {
+  return std::make_unique<SoftOnGpu>(options);
+}
+
+}  // namespace belfry::provider
