@@ -192,7 +192,8 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   int announced = 0;
   std::uint32_t closing = 0;
   std::uint32_t posting = 0;  // the poller is in the proxies
-  bool told = false;
+  bool told = false;          // the others, of this rank's failure
+  bool heard = false;         // of another rank's
   std::mutex notes_mutex;
   std::string failure_text;
   std::vector<int> left;

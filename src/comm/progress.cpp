@@ -133,7 +133,14 @@ void Comm::Implementation::notice(const Failure& failure) {
     }
     return;
   }
-  if (!failure_text.empty()) return;
+  if (!failure_text.empty()) {
+    // What failed here first may only follow from what befell the other: whoever is told of the one
+    // learns of the other, too.
+    if (failure.rank != rank && !heard) failure_text += "; " + to_string(failure);
+    heard = true;
+    return;
+  }
+  heard = true;
   failure_text = to_string(failure);
   if (failure.kind == Failure::Kind::reported && failure.reason.starts_with(abort_prefix)) {
     store<Order::release, Scope::system>(&shared->abort, 1u);
