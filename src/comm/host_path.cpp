@@ -45,9 +45,7 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
   HostTicket ticket;
   ticket.peer = peer;
   queue::SendQueue* q = h.queue->send_queue();
-  const bool fetches = c.operation == queue::Operation::fetch_add ||
-                       c.operation == queue::Operation::compare_swap ||
-                       c.operation == queue::Operation::swap;
+  const bool fetches = queue::is_fetching(c.operation);
   if (fetches) {
     ticket.status = queue::acquire_result(*q, self.view.scope, c.result_slot);
     if (ticket.status != Status::ok) return ticket;

@@ -38,7 +38,7 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
           (c.signal_op != queue::SignalOp::none && c.signal_id >= self.options.signals)) {
         self.refuse(c, p.peer, part.resolved.back());
       }
-      if (c.operation >= queue::Operation::fetch_add && c.operation <= queue::Operation::swap) {
+      if (queue::is_fetching(c.operation)) {
         throw Error(fmt::format("prepared {}", to_string(c.operation)), "a fetching atomic",
                     "put, put_value, put_2d, get or signal",
                     "post it with Comm::post, or use path direct");

@@ -8,6 +8,7 @@
 #include "provider/blob.hpp"
 #include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
+#include "provider/soft_queue.hpp"
 #include "softnic/nic.hpp"
 
 namespace belfry::provider {
@@ -22,22 +23,8 @@ class SoftQueue final : public MemoryQueue {
     results_lkey_ = key.lkey;
     queue::SendQueue& q = *send_queue();
     q.results_lkey = key.lkey;
-    softnic::CqConfig cq;
-    cq.buffer = q.cqes;
-    cq.log2_depth = log2_of(q.cq_depth);
-    cq.record = q.cq_record;
-    cq.collapsed = config.collapsed;
-    cq.ignore_overrun = config.collapsed;
-    cqn_ = nic_->create_cq(cq);
-    softnic::QpConfig qp;
-    qp.send_ring = q.ring;
-    qp.log2_send_blocks = log2_of(q.depth);
-    qp.record = q.record;
-    qp.doorbell = q.doorbell;
-    qp.send_cqn = cqn_;
-    qp.receive_cqn = cqn_;
-    qp.initial_producer_index = static_cast<std::uint16_t>(config.first_index);
-    q.qpn = nic_->create_qp(qp);
+    cqn_ = nic_->create_cq(cq_config(q, config));
+    q.qpn = nic_->create_qp(qp_config(q, config, cqn_));
   }
 
   ~SoftQueue() override {

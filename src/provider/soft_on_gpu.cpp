@@ -12,6 +12,7 @@
 #include "provider/blob.hpp"
 #include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
+#include "provider/soft_queue.hpp"
 #include "softnic/kernel_engine.hpp"
 
 namespace belfry::provider {
@@ -26,22 +27,8 @@ class Pair {
     results_ = engine_->register_memory(q.results, config.result_slots * sizeof(std::uint64_t),
                                         softnic::access::local_write);
     q.results_lkey = results_.lkey;
-    softnic::CqConfig cq;
-    cq.buffer = q.cqes;
-    cq.log2_depth = log2_of(q.cq_depth);
-    cq.record = q.cq_record;
-    cq.collapsed = config.collapsed;
-    cq.ignore_overrun = config.collapsed;
-    cqn_ = engine_->create_cq(cq);
-    softnic::QpConfig qp;
-    qp.send_ring = q.ring;
-    qp.log2_send_blocks = log2_of(q.depth);
-    qp.record = q.record;
-    qp.doorbell = q.doorbell;
-    qp.send_cqn = cqn_;
-    qp.receive_cqn = cqn_;
-    qp.initial_producer_index = static_cast<std::uint16_t>(config.first_index);
-    q.qpn = qpn_ = engine_->create_qp(qp);
+    cqn_ = engine_->create_cq(cq_config(q, config));
+    q.qpn = qpn_ = engine_->create_qp(qp_config(q, config, cqn_));
   }
   ~Pair() {
     try {

@@ -117,9 +117,7 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
     }
     r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, from.lkey};
   }
-  const bool atomic = c.operation == Operation::fetch_add ||
-                      c.operation == Operation::compare_swap || c.operation == Operation::swap;
-  if (atomic && c.dst_offset % 8 != 0) {
+  if (queue::is_fetching(c.operation) && c.dst_offset % 8 != 0) {
     fail(ErrorReason::bad_argument, c.dst_offset);
     return r;
   }

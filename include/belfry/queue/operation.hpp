@@ -37,6 +37,12 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(Operation operation) {
   return "unknown";
 }
 
+// True for the atomics that bring back the value that the word had before.
+BELFRY_HOST_DEVICE constexpr bool is_fetching(Operation operation) {
+  return operation == Operation::fetch_add || operation == Operation::compare_swap ||
+         operation == Operation::swap;
+}
+
 // What a WQE of this opcode was posted for. A WQE does not say more: a signal reads as the
 // fetch_add that carries it, put_value and put_2d as put.
 BELFRY_HOST_DEVICE constexpr Operation operation_of(mlx5::Opcode opcode) {
