@@ -88,6 +88,9 @@ def main():
         figures["direct"].append(mine["direct"]["p50"])
         figures["libfabric"].append(libfabric_latency())
     medians = {name: statistics.median(values) for name, values in figures.items()}
+    # Two cores of a virtual machine are neighbours at one time and not at another: the quartile is
+    # of the rounds in which they were.
+    quartiles = {name: sorted(values)[len(values) // 4] for name, values in figures.items()}
     rows = [("lsa, 8 B put+signal", "lsa", "UCX put, shared mapping, 8 B", "ucx", 1.5),
             ("direct through SoftNIC, 8 B put+signal", "direct",
              "libfabric shm, 64 B", "libfabric", 1.2)]
@@ -96,11 +99,13 @@ def main():
         ratio = medians[mine] / medians[theirs]
         verdict = "met" if ratio <= bar else "NOT met"
         print(f"  {label:<40} {medians[mine]:8.3f}   {peer:<30} {medians[theirs]:8.3f}"
-              f"   ratio {ratio:5.2f}, bar {bar}: {verdict}")
+              f"   ratio {ratio:5.2f}, bar {bar}: {verdict};"
+              f" lower quartiles {quartiles[mine]:.3f} / {quartiles[theirs]:.3f},"
+              f" ratio {quartiles[mine] / quartiles[theirs]:.2f}")
     if options.json:
         with open(options.json, "w") as handle:
             json.dump({"unit": "us", "rounds": options.rounds, "figures": figures,
-                       "medians": medians}, handle, indent=2)
+                       "medians": medians, "lower_quartiles": quartiles}, handle, indent=2)
 
 
 if __name__ == "__main__":
