@@ -130,7 +130,9 @@ BELFRY_HOST_DEVICE BELFRY_INLINE T peek(const T* address) {
 // the one before take a trip to the L2 each (after an acquire nothing is nearer).
 template <class T>
 BELFRY_HOST_DEVICE BELFRY_INLINE T load_entry(const T* address) {
-  static_assert(sizeof(T) == 32 && alignof(T) == 32 && std::is_trivially_copyable_v<T>);
+  static_assert(sizeof(T) == 32);
+  static_assert(alignof(T) == 32);
+  static_assert(std::is_trivially_copyable_v<T>);
   struct Words {
     std::uint64_t word[4];
   } words;
