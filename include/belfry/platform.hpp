@@ -133,6 +133,7 @@ BELFRY_HOST_DEVICE BELFRY_INLINE T load_entry(const T* address) {
   static_assert(sizeof(T) == 32);
   static_assert(alignof(T) == 32);
   static_assert(std::is_trivially_copyable_v<T>);
+#if BELFRY_ON_GPU || defined(__SANITIZE_THREAD__)
   struct Words {
     std::uint64_t word[4];
   } words;
@@ -150,6 +151,10 @@ BELFRY_HOST_DEVICE BELFRY_INLINE T load_entry(const T* address) {
   T entry;
   memcpy(static_cast<void*>(&entry), &words, sizeof(T));
   return entry;
+#else
+  // Word by word, as under ThreadSanitizer, a CPU would wait for the words to be put together.
+  return *address;
+#endif
 }
 
 template <Order O, Scope S, class T>
