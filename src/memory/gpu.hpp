@@ -106,6 +106,19 @@ class PinnedBlock {
   std::size_t bytes_ = 0;
 };
 
+// `count` values in pinned memory. cudaHostAlloc's own memory would do, but for its end:
+// cudaFreeHost waits for kernels.
+template <class T>
+class PinnedArray {
+ public:
+  explicit PinnedArray(std::size_t count) : block_((count == 0 ? 1 : count) * sizeof(T)) {}
+  T* data() const { return static_cast<T*>(block_.data()); }
+  T& operator[](std::size_t i) const { return data()[i]; }
+
+ private:
+  PinnedBlock block_;
+};
+
 // Copies between host memory and the memory of `device` on a stream of their own, and returns when
 // the copy is done. Any host memory. They do not wait for kernels.
 void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes);

@@ -1,6 +1,7 @@
 // The interpreter of scripts on every path, and the comparison with the model.
 #include "conformance/harness.hpp"
 
+#include <dirent.h>
 #include <fmt/format.h>
 
 #include <algorithm>
@@ -534,6 +535,14 @@ std::string run_world(const World& world, const std::function<void(Comm& comm)>&
     return e.what();
   }
   return {};
+}
+
+std::size_t open_descriptors() {
+  std::size_t count = 0;
+  DIR* folder = opendir("/proc/self/fd");
+  while (readdir(folder) != nullptr) ++count;
+  closedir(folder);
+  return count;
 }
 
 }  // namespace belfry::conformance

@@ -125,6 +125,9 @@ std::string run_world(const World& world, const std::function<void(Comm& comm)>&
 void configure(simt::Mode mode, std::uint64_t seed,
                std::chrono::nanoseconds watchdog = std::chrono::seconds(600));
 
+// Of this process, for tests of what is left behind.
+std::size_t open_descriptors();
+
 inline std::string path_name(Path path) { return to_string(path); }
 
 }  // namespace belfry::conformance

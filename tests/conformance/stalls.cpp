@@ -1,7 +1,6 @@
 // A link that hangs: an operation that was announced and neither completes nor fails. Every wait
 // for it ends by the deadline or by an abort, nothing that completed before is lost, and the
 // communicator can be destroyed.
-#include <dirent.h>
 #include <gtest/gtest.h>
 
 #include <atomic>
@@ -508,14 +507,6 @@ TEST_P(Stalls, an_abort_by_another_rank_or_thread_ends_every_wait_behind_a_hung_
 }
 
 // ---- the end of a communicator whose queue hangs ----
-
-std::size_t open_descriptors() {
-  std::size_t count = 0;
-  DIR* folder = opendir("/proc/self/fd");
-  while (readdir(folder) != nullptr) ++count;
-  closedir(folder);
-  return count;
-}
 
 std::size_t mapped_segments() {
   std::ifstream maps("/proc/self/maps");

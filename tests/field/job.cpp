@@ -1,5 +1,4 @@
 // Faults that others met around a job: F15, F18, F20, F21, F26, and a peer that dies.
-#include <dirent.h>
 #include <gtest/gtest.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -135,14 +134,6 @@ TEST(F26, the_largest_values_that_are_allowed_work) {
 }
 
 // ---- F18 ----
-
-std::size_t open_descriptors() {
-  std::size_t count = 0;
-  DIR* folder = opendir("/proc/self/fd");
-  while (readdir(folder) != nullptr) ++count;
-  closedir(folder);
-  return count;
-}
 
 std::size_t resident_kib() {
   std::ifstream status("/proc/self/statm");

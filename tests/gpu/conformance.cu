@@ -29,19 +29,6 @@ void check(cudaError_t code, const char* what) {
   check_cuda(code, what, "see the first error of this process");
 }
 
-// Pinned memory with room for `count` values: kernels and the CPU use the same address. The
-// library's own blocks: cudaFreeHost would wait for SoftNIC's kernel.
-template <class T>
-class Pinned {
- public:
-  explicit Pinned(std::size_t count) : block_(std::max<std::size_t>(count, 1) * sizeof(T)) {}
-  T* data() const { return static_cast<T*>(block_.data()); }
-  T& operator[](std::size_t i) const { return data()[i]; }
-
- private:
-  memory::PinnedBlock block_;
-};
-
 // The first thing that was not as it should be.
 enum class Wrong : std::uint32_t { nothing, status, fetched, bytes, packet };
 struct Found {
@@ -336,20 +323,21 @@ void run_rank(Job& job, std::shared_ptr<Bootstrap> bootstrap, int gpus,
   }
   // Expected bytes, scripts and results: pinned memory, so that no allocation of the device waits
   // for a neighbour's kernel.
-  std::vector<std::unique_ptr<Pinned<std::byte>>> expected;
+  std::vector<std::unique_ptr<memory::PinnedArray<std::byte>>> expected;
   for (std::uint32_t w = 0; w < job.windows(); ++w) {
-    expected.push_back(std::make_unique<Pinned<std::byte>>(job.window_bytes));
+    expected.push_back(std::make_unique<memory::PinnedArray<std::byte>>(job.window_bytes));
     std::memcpy(expected[w]->data(), job.expected[w][r].data(), job.window_bytes);
   }
-  Pinned<ActorRun> runs(shape.actors);
-  Pinned<Found> found(shape.actors);
-  std::vector<std::unique_ptr<Pinned<Op>>> scripts;
-  std::vector<std::unique_ptr<Pinned<std::uint32_t>>> packets;
+  memory::PinnedArray<ActorRun> runs(shape.actors);
+  memory::PinnedArray<Found> found(shape.actors);
+  std::vector<std::unique_ptr<memory::PinnedArray<Op>>> scripts;
+  std::vector<std::unique_ptr<memory::PinnedArray<std::uint32_t>>> packets;
   for (std::uint32_t a = 0; a < shape.actors; ++a) {
     const auto& script = job.script(rank, a);
-    scripts.push_back(std::make_unique<Pinned<Op>>(script.size()));
+    scripts.push_back(std::make_unique<memory::PinnedArray<Op>>(script.size()));
     std::copy(script.begin(), script.end(), scripts.back()->data());
-    packets.push_back(std::make_unique<Pinned<std::uint32_t>>(shape.slice_bytes / 4 + 1));
+    packets.push_back(
+        std::make_unique<memory::PinnedArray<std::uint32_t>>(shape.slice_bytes / 4 + 1));
     ActorRun& run = runs[a];
     run.ops = scripts.back()->data();
     run.count = static_cast<std::uint32_t>(script.size());

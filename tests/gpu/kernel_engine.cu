@@ -1,7 +1,7 @@
 // SoftNIC as a persistent GPU kernel, on one GPU or on two: two ranks made by hand, everything
 // that a kernel posts to in GPU memory, the library's own device calls on top. Claims first, then
 // figures. Needs neither the library nor Boost:
-//   nvcc -std=c++20 -O3 -arch=sm_90 -Iinclude -Isrc -o kernel_engine
+//   nvcc -std=c++20 -O3 -arch=sm_90 -Iinclude -Isrc -Itests -o kernel_engine
 //        src/softnic/kernel_engine.cu tests/gpu/kernel_engine.cu && ./kernel_engine [tests|bench]
 #include <algorithm>
 #include <chrono>
@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "belfry/device/net.hpp"
+#include "gpu/check.hpp"
 #include "softnic/kernel_engine.hpp"
 
 // The host executor's hooks. Nothing on the host calls them here; weak, so that the program links
@@ -28,23 +29,6 @@ using namespace belfry;
 using namespace std::chrono_literals;
 
 namespace {
-
-#define CHECK_CUDA(call)                                                                   \
-  do {                                                                                     \
-    const cudaError_t code = (call);                                                       \
-    if (code != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(code)); \
-      std::exit(1);                                                                        \
-    }                                                                                      \
-  } while (false)
-
-int passed = 0;
-int failed = 0;
-
-void expect(bool holds, const std::string& claim) {
-  holds ? ++passed : ++failed;
-  std::printf("%s %s\n", holds ? "ok  " : "FAIL", claim.c_str());
-}
 
 using DirectNet = NetOf<Path::direct>;
 

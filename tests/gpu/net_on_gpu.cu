@@ -12,28 +12,12 @@
 
 #include "belfry/device/barrier.hpp"
 #include "belfry/simt.hpp"
+#include "gpu/check.hpp"
 #include "softnic/nic.hpp"
 
 using namespace belfry;
 
 namespace {
-
-#define CHECK_CUDA(call)                                                                   \
-  do {                                                                                     \
-    const cudaError_t code = (call);                                                       \
-    if (code != cudaSuccess) {                                                             \
-      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(code)); \
-      std::exit(1);                                                                        \
-    }                                                                                      \
-  } while (false)
-
-int passed = 0;
-int failed = 0;
-
-void expect(bool holds, const char* claim) {
-  holds ? ++passed : ++failed;
-  std::printf("%s %s\n", holds ? "ok  " : "FAIL", claim);
-}
 
 // Pinned host memory that the GPU reaches under the same address.
 template <class T>

@@ -22,19 +22,7 @@ void check(cudaError_t code, const char* what) {
   check_cuda(code, what, "see the first error of this process");
 }
 
-// What kernels write and the CPU reads: in pinned memory, or in the GPU's, where a store is not in
-// the way of a release. The library's own blocks: cudaFree would wait for SoftNIC's kernel.
-template <class T>
-class Pinned {
- public:
-  explicit Pinned(std::size_t count) : block_(count * sizeof(T)) {}
-  T* data() { return static_cast<T*>(block_.data()); }
-  T& operator[](std::size_t i) { return data()[i]; }
-
- private:
-  memory::PinnedBlock block_;
-};
-
+// What kernels write in the GPU's memory, where a store is not in the way of a release.
 template <class T>
 class OnDevice {
  public:
@@ -167,8 +155,8 @@ Figure measure(Comm& comm, Window& window, const Column& column, std::uint64_t b
   Figure best{column.name, bytes, {}, 0};
   for (const unsigned threads : groups(bytes, column.path != Path::lsa)) {
     OnDevice<std::uint32_t> trips(comm.options().gpu, iterations);
-    Pinned<Stamps> stamps(1);
-    Pinned<Outcome> outcome(1);
+    memory::PinnedArray<Stamps> stamps(1);
+    memory::PinnedArray<Outcome> outcome(1);
     for (const bool warm_up : {true, false}) {
       const std::uint64_t count =
           warm_up ? std::max<std::uint64_t>(iterations / 10, 2) : iterations;
@@ -344,7 +332,7 @@ int gpu_bench_bandwidth(const BenchOptions& options, const std::vector<std::stri
     auto comm = Comm::create(bootstrap, gpu_options(options, Path::lsa, bootstrap->rank()));
     Window window = comm->window(2 * largest);
     fill_random(window, 5);
-    Pinned<Outcome> outcome(1);
+    memory::PinnedArray<Outcome> outcome(1);
     cudaEvent_t begin = nullptr, end = nullptr;
     check(cudaEventCreate(&begin), "event");
     check(cudaEventCreate(&end), "event");

@@ -31,9 +31,10 @@ int on_gpu_or_host(const BenchOptions& options, const std::vector<std::string>& 
 
 void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
   command
-      ->add_option(
-          "--path", o.paths,
-          "Paths to measure, with commas: host, triggered, proxy, direct, lsa. All by default.")
+      ->add_option("--path", o.paths,
+                   "Paths to measure, with commas: host, triggered, proxy, direct, lsa; on GPUs "
+                   "lsa, packets, "
+                   "direct, proxy. All by default.")
       ->delimiter(',');
   command->add_option(
       "--provider", o.provider,

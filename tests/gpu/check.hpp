@@ -1,0 +1,23 @@
+// What the programs of this folder check and count with.
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <string>
+
+#define CHECK_CUDA(call)                                                                   \
+  do {                                                                                     \
+    const cudaError_t code = (call);                                                       \
+    if (code != cudaSuccess) {                                                             \
+      std::printf("%s:%d: %s: %s\n", __FILE__, __LINE__, #call, cudaGetErrorString(code)); \
+      std::exit(1);                                                                        \
+    }                                                                                      \
+  } while (false)
+
+inline int passed = 0;
+inline int failed = 0;
+
+inline void expect(bool holds, const std::string& claim) {
+  holds ? ++passed : ++failed;
+  std::printf("%s %s\n", holds ? "ok  " : "FAIL", claim.c_str());
+}
