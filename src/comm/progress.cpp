@@ -136,8 +136,9 @@ void Comm::Implementation::notice(const Failure& failure) {
   if (!failure_text.empty()) {
     // What failed here first may only follow from what befell the other: whoever is told of the one
     // learns of the other, too.
-    if (failure.rank != rank && !heard) failure_text += "; " + to_string(failure);
-    heard = true;
+    if (failure.rank != rank && !std::exchange(heard, true)) {
+      failure_text += "; " + to_string(failure);
+    }
     return;
   }
   heard = true;

@@ -116,15 +116,12 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
         // Held also for a rank of this process: a job that was aborted ends rank by rank, and a
         // kernel may still store to one that is gone.
         try {
-          if (offer.shared == Sharing::gpu) {
-            auto mapping = memory::map_gpu(offer.block, options.gpu);
-            mapped = static_cast<std::byte*>(mapping->data());
-            mappings.push_back(std::move(mapping));
-          } else {
-            auto mapping = memory::map_remote(offer.segment);
-            mapped = static_cast<std::byte*>(mapping->data());
-            mappings.push_back(std::move(mapping));
-          }
+          const auto hold = [&](const auto& mapping) {
+            mappings.push_back(mapping);
+            return static_cast<std::byte*>(mapping->data());
+          };
+          mapped = offer.shared == Sharing::gpu ? hold(memory::map_gpu(offer.block, options.gpu))
+                                                : hold(memory::map_remote(offer.segment));
         } catch (const std::exception& e) {
           trouble = std::make_exception_ptr(Error(fmt::format("window {} of rank {}", id, peer),
                                                   e.what(), "memory that can be mapped",

@@ -10,6 +10,7 @@
 
 #include "commands.hpp"
 #include "job.hpp"
+#include "memory/gpu.hpp"
 #include "memory/shared_segment.hpp"
 #include "provider/provider.hpp"
 
@@ -57,6 +58,12 @@ Finding probe_memlock() {
           "ulimit -l unlimited; hardware NICs pin what they register (SoftNIC does not)"};
 }
 
+Finding probe_gpu() {
+  const std::string lacking = memory::gpu_support(0);
+  return {"GPU", lacking.empty(), lacking.empty() ? memory::describe_gpu(0) : lacking,
+          "not needed: without one kernels run on the host executor"};
+}
+
 Finding probe_cores() {
   const unsigned cores = std::thread::hardware_concurrency();
   return {"cores", cores >= 2, std::to_string(cores),
@@ -67,9 +74,8 @@ Finding probe_cores() {
 
 int doctor(const std::string& json) {
   check_writable(json);
-  std::vector<Finding> findings{probe_cores(), probe_memlock(), probe_load_store()};
-  findings.push_back({"GPU", false, "this build runs kernels on the host executor",
-                      "build with nvcc on a machine with a GPU; not needed for provider soft"});
+  const std::vector<Finding> findings{probe_cores(), probe_memlock(), probe_load_store(),
+                                      probe_gpu()};
   nlohmann::json report;
   report["machine"] = machine();
   std::printf("%s\n\n", machine_line().c_str());
