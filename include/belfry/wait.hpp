@@ -99,18 +99,20 @@ BELFRY_HOST_DEVICE inline Status interrupted(const WaitScope& scope) {
 // by then, when the last one has: a rank that still compiles or loads is slow, not dead.
 class Deadline {
  public:
-  BELFRY_HOST_DEVICE explicit Deadline(const WaitScope& scope) : start_(now_ns()) {
-    // The count lies with the CPU: a GPU looks when it first asks for the time, since most waits
-    // are over before that.
+  BELFRY_HOST_DEVICE explicit Deadline(const WaitScope& scope) {
+    // A GPU begins when it first asks for the time, since most waits are over before that: its
+    // clock is slow, and the count of missing peers lies with the CPU.
 #if BELFRY_ON_GPU
     (void)scope;
 #else
+    start_ = now_ns();
     all_present_ = present(scope);
 #endif
   }
 
   BELFRY_HOST_DEVICE bool passed(const WaitScope& scope) {
     const std::uint64_t now = now_ns();
+    if (BELFRY_ON_GPU != 0 && start_ == 0) start_ = now;
     const std::uint64_t waited = now - start_;
     if (all_present_) return waited >= scope.timeout_ns;
     if (present(scope)) {
@@ -129,7 +131,7 @@ class Deadline {
            load<Order::relaxed, Scope::system>(scope.missing_peers) == 0;
   }
 
-  std::uint64_t start_;
+  std::uint64_t start_ = 0;
   bool all_present_ = false;
   bool asked_ = false;
 };

@@ -87,10 +87,14 @@ class PinnedQueue final : public MemoryQueue {
 // Driven by kernels. The CPU sees it in copies.
 class GpuQueue final : public Queue {
  public:
-  GpuQueue(std::shared_ptr<softnic::KernelEngine> engine, int device, const QueueConfig& config)
+  // `ringing`: posters ring a register, which a strict engine checks; else the engine sees the
+  // record alone, and posters are spared two fences of the system's scope.
+  GpuQueue(std::shared_ptr<softnic::KernelEngine> engine, int device, bool ringing,
+           const QueueConfig& config)
       : image_(queue_bytes(config)), block_(device, image_.size()), device_(device) {
     queue::SendQueue* q = lay_out_queue(here(), config);
     at_ = reinterpret_cast<std::byte*>(q) - here();
+    if (!ringing) q->doorbell = nullptr;
     moved(*q, here(), there());
     pair_.emplace(std::move(engine), *q, config);
     memory::copy_to_gpu(device_, there(), here(), image_.size());
@@ -124,6 +128,7 @@ class GpuQueue final : public Queue {
 
   static void moved(queue::SendQueue& q, const std::byte* from, std::byte* to) {
     const auto move = [&](auto*& pointer) {
+      if (pointer == nullptr) return;
       auto* address = reinterpret_cast<const std::byte*>(pointer) - from + to;
       pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(address);
     };
@@ -158,7 +163,7 @@ class GpuQueue final : public Queue {
 
 class SoftOnGpu final : public Provider {
  public:
-  explicit SoftOnGpu(const Options& options) : device_(options.gpu) {
+  explicit SoftOnGpu(const Options& options) : device_(options.gpu), strict_(options.strict) {
     softnic::KernelEngineConfig config;
     config.name = options.label;
     config.device = options.gpu;
@@ -199,7 +204,7 @@ class SoftOnGpu final : public Provider {
   }
 
   std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
-    if (config.on_gpu) return std::make_unique<GpuQueue>(engine_, device_, config);
+    if (config.on_gpu) return std::make_unique<GpuQueue>(engine_, device_, strict_, config);
     return std::make_unique<PinnedQueue>(engine_, config);
   }
 
@@ -218,6 +223,7 @@ class SoftOnGpu final : public Provider {
   }
 
   int device_;
+  bool strict_;
   memory::EndlessKernel endless_;  // longer than the engine
   std::shared_ptr<softnic::KernelEngine> engine_;
 };

@@ -10,6 +10,7 @@
 #include <random>
 
 #include "belfry/device/barrier.hpp"
+#include "belfry/device/link.hpp"
 #include "belfry/launch.hpp"
 #include "job.hpp"
 #include "memory/gpu.hpp"
@@ -41,8 +42,9 @@ class OnDevice {
 
 // ---- latency ----
 
-// How a message is sent: a put with a signal, or packets.
-enum class Form { put, packet };
+// How a message is sent: a put with a signal or packets through a Link, or a put of Net's, which
+// looks its windows up.
+enum class Form { put, packet, net_put };
 
 struct PingPong {
   std::uint32_t window;
@@ -62,6 +64,7 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
                      std::uint32_t* trips, Stamps* stamps, Outcome* outcome) {
   const NetOf<P> net{comm, 0};
   const int peer = 1 - net.rank();
+  LinkOf<P> link{net, peer, p.window, p.window, sole_poster{}};
   const Place from{p.window, 0};
   const Place to{p.window, (p.bytes + 127) / 128 * 128};
   auto* landed = static_cast<std::byte*>(net.local_ptr(p.window, to.offset)) +
@@ -73,7 +76,9 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
     const auto tag = p.first_tag + static_cast<std::uint32_t>(i);
     const auto send = [&] {
       if constexpr (F == Form::packet) {
-        return net.put_packet(group, peer, to, from, p.bytes, tag).status;
+        return link.put_packet(group, to.offset, from.offset, p.bytes, tag).status;
+      } else if constexpr (F == Form::put) {
+        return link.put(group, to.offset, from.offset, p.bytes, signal_inc{0}).status;
       } else {
         return net.put(group, peer, to, from, p.bytes, signal_inc{0}).status;
       }
@@ -82,7 +87,7 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
     if (net.rank() == 0) status = send();
     if (status == Status::ok) {
       if constexpr (F == Form::packet) {
-        status = net.wait_packet(group, to, landed, p.bytes, tag);
+        status = link.wait_packet(group, to.offset, landed, p.bytes, tag);
       } else {
         status = net.wait_signal(group, 0, p.seen + i + 1);
       }
@@ -127,6 +132,8 @@ struct Column {
 };
 const Column columns[] = {
     {"lsa", Path::lsa, ping_pong_gpu<Path::lsa, Form::put>, false},
+    {"lsa, Net", Path::lsa, ping_pong_gpu<Path::lsa, Form::net_put>, false},
+    {"direct, Net", Path::direct, ping_pong_gpu<Path::direct, Form::net_put>, false},
     {"packets", Path::lsa, ping_pong_gpu<Path::lsa, Form::packet>, true},
     {"direct", Path::direct, ping_pong_gpu<Path::direct, Form::put>, false},
     {"proxy", Path::proxy, ping_pong_gpu<Path::proxy, Form::put>, false},

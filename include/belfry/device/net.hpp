@@ -268,39 +268,9 @@ class NetSet {
   BELFRY_DEVICE BELFRY_MAY_OUTLINE Ticket put_packet(const Group& group, int peer, Place dst,
                                                      Place src, std::uint64_t bytes,
                                                      std::uint32_t tag) const {
-    queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
-    c.bytes = packet_bytes(bytes);
-    Ticket ticket;
-    if (!usable_) {
-      ticket.status = Status::failed;
-      return ticket;
-    }
-    const WindowView from =
-        src.window < comm_.windows ? load_entry(comm_.window_table + src.window) : WindowView{};
-    const Route r = route_to(peer);
-    const post::Resolved resolved = post::resolve_user(comm_, c, peer);
-    if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
-        src.offset % 4 != 0) {
-      ticket.status = refuse(
-          resolved.failure != ErrorReason::none ? resolved.failure : ErrorReason::bad_argument,
-          c.operation, peer, resolved.failure != ErrorReason::none ? resolved.detail : bytes);
-      return ticket;
-    }
-    if (from.valid == 0 || src.window == control_window ||
-        !post::inside(src.offset, bytes, from.bytes)) {
-      ticket.status = refuse(ErrorReason::out_of_window, c.operation, peer, src.offset + bytes);
-      return ticket;
-    }
-    const auto* words = reinterpret_cast<const std::uint32_t*>(from.local + src.offset);
-    group.sync();
-    if (by_stores(r, c, resolved)) {
-      store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words, bytes / 4, tag);
-      // The ticket is complete: nobody may still read the source when a member reuses it.
-      group.sync();
-      return ticket;
-    }
-    if (group.leader()) ticket = post_packets(peer, c, resolved, words, bytes / 4, tag);
-    return group.broadcast(ticket);
+    return send_packets(group, peer, route_to(peer),
+                        look_up(peer, dst.window, src.window, post::Needs{true, true, false}), dst,
+                        src, bytes, tag);
   }
 
   // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
@@ -309,53 +279,9 @@ class NetSet {
   BELFRY_DEVICE BELFRY_MAY_OUTLINE Status wait_packet(const Group& group, Place src, void* dst,
                                                       std::uint64_t bytes,
                                                       std::uint32_t tag) const {
-    Status status = Status::ok;
-    const auto* in = static_cast<const std::uint64_t*>(local_ptr(src.window, src.offset));
-    if (in == nullptr || bytes % 4 != 0 || src.offset % 8 != 0 ||
-        !post::inside(src.offset, packet_bytes(bytes), comm_.window_table[src.window].bytes)) {
-      return refuse(ErrorReason::out_of_window, queue::Operation::put_packet, -1, src.offset);
-    }
-    auto* out = static_cast<std::uint32_t*>(dst);
-    const std::uint64_t count = bytes / 4;
-    const std::uint64_t pairs = src.offset % 16 == 0 ? count / 2 : 0;
-    const auto* in_pairs = reinterpret_cast<const Word16*>(in);
-    const std::uint64_t step = group.size();
-    // Several loads at once: they take as long as one.
-    for (std::uint64_t first = group.rank(); first < pairs && status == Status::ok;
-         first += packets_at_once * step) {
-      Word16 word[packets_at_once];
-      status = wait_until(comm_.scope, "packet", 2 * first, -1, tag, in + 2 * first, [&] {
-        bool all = true;
-        BELFRY_UNROLL
-        for (unsigned k = 0; k < packets_at_once; ++k) {
-          if (first + k * step < pairs) word[k] = load_word16(in_pairs + first + k * step);
-        }
-        BELFRY_UNROLL
-        for (unsigned k = 0; k < packets_at_once; ++k) {
-          all = all && (first + k * step >= pairs ||
-                        (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
-                         static_cast<std::uint32_t>(word[k].high >> 32) == tag));
-        }
-        return all;
-      });
-      if (status != Status::ok) break;
-      BELFRY_UNROLL
-      for (unsigned k = 0; k < packets_at_once; ++k) {
-        const std::uint64_t i = first + k * step;
-        if (i >= pairs) continue;
-        out[2 * i] = static_cast<std::uint32_t>(word[k].low);
-        out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
-      }
-    }
-    for (std::uint64_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
-      std::uint64_t word = 0;
-      status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
-        word = load<Order::relaxed, Scope::system>(in + i);
-        return static_cast<std::uint32_t>(word >> 32) == tag;
-      });
-      out[i] = static_cast<std::uint32_t>(word);
-    }
-    return all_ok(group, status);
+    const bool known = usable_ && src.window < comm_.windows;
+    return take_packets(group, known ? load_entry(comm_.window_table + src.window) : WindowView{},
+                        src.offset, dst, bytes, tag);
   }
 
   // ---- the triggered path ----
@@ -379,6 +305,8 @@ class NetSet {
   friend class BatchSet;
   template <PathSet>
   friend class BarrierSet;
+  template <PathSet>
+  friend class LinkSet;
 
   // Barriers use signals of their own, past the user's, by their number in window 0.
   // Each has one sender, so it is set to the epoch, not added to: a barrier that timed out may be
@@ -511,9 +439,15 @@ class NetSet {
   BELFRY_DEVICE BELFRY_INLINE bool user_signal(const queue::Command& c) const {
     return c.signal_op == queue::SignalOp::none || !usable_ || c.signal_id < comm_.signals;
   }
-  BELFRY_DEVICE BELFRY_INLINE post::Resolved look_up(int peer, const queue::Command& c) const {
+  BELFRY_DEVICE BELFRY_INLINE post::Entries look_up(int peer, std::uint32_t dst_window,
+                                                    std::uint32_t src_window,
+                                                    post::Needs needs) const {
+    return usable_ ? post::look_up(comm_, peer, dst_window, src_window, needs) : post::Entries{};
+  }
+  BELFRY_DEVICE BELFRY_INLINE post::Resolved resolve(const post::Entries& entries,
+                                                     const queue::Command& c) const {
     return user_signal(c)
-               ? post::resolve_user(comm_, c, peer)
+               ? post::resolve_user(comm_, entries, c)
                : post::Resolved{.failure = ErrorReason::bad_argument, .detail = c.signal_id};
   }
 
@@ -541,15 +475,18 @@ class NetSet {
   BELFRY_DEVICE BELFRY_CALL Ticket run(const Group& group, int peer, const queue::Command& c,
                                        bool pay_fence, post::Doorbell doorbell) const {
     const Route r = route_to(peer);
-    return carry_out(group, peer, c, r, usable_ ? look_up(peer, c) : post::Resolved{}, pay_fence,
+    const post::Entries entries = look_up(peer, c.dst_window, c.src_window, post::needs(c));
+    return carry_out(group, peer, c, r, usable_ ? resolve(entries, c) : post::Resolved{}, pay_fence,
                      doorbell);
   }
 
+  // `sole`: the caller is the queue's only poster.
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket carry_out(const Group& group, int peer,
                                                const queue::Command& c, const Route& r,
                                                const post::Resolved& resolved, bool pay_fence,
-                                               post::Doorbell doorbell) const {
+                                               post::Doorbell doorbell,
+                                               queue::SolePoster* sole = nullptr) const {
     constexpr bool lanes = std::is_same_v<Group, EachLane>;
     Ticket ticket;
     if (!usable_) {
@@ -590,7 +527,10 @@ class NetSet {
         } else {
           // The group's writes to the source happen before the leader's release in ring().
           group.sync();
-          if (group.leader()) ticket = post_one(route(peer), *r.send, c, resolved, doorbell);
+          if (group.leader()) {
+            ticket = sole != nullptr ? post_alone(route(peer), *r.send, *sole, c, resolved)
+                                     : post_one(route(peer), *r.send, c, resolved, doorbell);
+          }
           return group.broadcast(ticket);
         }
       }
@@ -618,6 +558,15 @@ class NetSet {
     ticket.route = &in_table;
     ticket.slot = c.result_slot;
     ticket.status = post::submit(q, c, resolved, doorbell, comm_.scope, ticket.end);
+    return ticket;
+  }
+
+  BELFRY_DEVICE Ticket post_alone(const Route& in_table, queue::SendQueue& q,
+                                  queue::SolePoster& sole, const queue::Command& c,
+                                  const post::Resolved& resolved) const {
+    Ticket ticket;
+    ticket.route = &in_table;
+    ticket.status = post::submit_alone(q, sole, c, resolved, comm_.scope, ticket.end);
     return ticket;
   }
 
@@ -878,6 +827,119 @@ class NetSet {
 
   static constexpr unsigned packets_at_once = 4;  // 16-byte loads of one thread
 
+  template <class Group>
+  BELFRY_DEVICE BELFRY_INLINE Ticket send_packets(const Group& group, int peer, const Route& r,
+                                                  const post::Entries& entries, Place dst,
+                                                  Place src, std::uint64_t bytes, std::uint32_t tag,
+                                                  queue::SolePoster* sole = nullptr) const {
+    queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
+    c.bytes = packet_bytes(bytes);
+    Ticket ticket;
+    if (!usable_) {
+      ticket.status = Status::failed;
+      return ticket;
+    }
+    const post::Resolved resolved = post::resolve_user(comm_, entries, c);
+    if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
+        src.offset % 4 != 0) {
+      ticket.status = refuse(
+          resolved.failure != ErrorReason::none ? resolved.failure : ErrorReason::bad_argument,
+          c.operation, peer, resolved.failure != ErrorReason::none ? resolved.detail : bytes);
+      return ticket;
+    }
+    if (entries.src.valid == 0 || src.window == control_window ||
+        !post::inside(src.offset, bytes, entries.src.bytes)) {
+      ticket.status = refuse(ErrorReason::out_of_window, c.operation, peer, src.offset + bytes);
+      return ticket;
+    }
+    const auto* words = reinterpret_cast<const std::uint32_t*>(entries.src.local + src.offset);
+    group.sync();
+    if (by_stores(r, c, resolved)) {
+      store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words, bytes / 4, tag);
+      // The ticket is complete: nobody may still read the source when a member reuses it.
+      group.sync();
+      return ticket;
+    }
+    if (group.leader()) ticket = post_packets(peer, c, resolved, words, bytes / 4, tag, sole);
+    return group.broadcast(ticket);
+  }
+
+  // Two packets of this thread at `in`, 16-byte aligned, once both carry the tag.
+  BELFRY_DEVICE BELFRY_INLINE Status take_pair(const Word16* in, std::uint32_t tag,
+                                               std::uint32_t* out) const {
+    Word16 word;
+    const Status status = wait_until(comm_.scope, "packet", 0, -1, tag,
+                                     reinterpret_cast<const std::uint64_t*>(in), [&] {
+                                       word = load_word16(in);
+                                       return static_cast<std::uint32_t>(word.low >> 32) == tag &&
+                                              static_cast<std::uint32_t>(word.high >> 32) == tag;
+                                     });
+    if (status != Status::ok) return status;
+    out[0] = static_cast<std::uint32_t>(word.low);
+    out[1] = static_cast<std::uint32_t>(word.high);
+    return status;
+  }
+
+  template <class Group>
+  BELFRY_DEVICE BELFRY_INLINE Status take_packets(const Group& group, const WindowView& window,
+                                                  std::uint64_t offset, void* dst,
+                                                  std::uint64_t bytes, std::uint32_t tag) const {
+    Status status = Status::ok;
+    if (window.valid == 0 || bytes % 4 != 0 || offset % 8 != 0 ||
+        !post::inside(offset, packet_bytes(bytes), window.bytes)) {
+      return refuse(ErrorReason::out_of_window, queue::Operation::put_packet, -1, offset);
+    }
+    const auto* in = reinterpret_cast<const std::uint64_t*>(window.local + offset);
+    auto* out = static_cast<std::uint32_t*>(dst);
+    const std::uint64_t count = bytes / 4;
+    const std::uint64_t pairs = offset % 16 == 0 ? count / 2 : 0;
+    const auto* in_pairs = reinterpret_cast<const Word16*>(in);
+    // A message of at most a pair for each member: no loop.
+    if (count == 2 * pairs && pairs <= group.size()) {
+      if (group.rank() < pairs) {
+        status = take_pair(in_pairs + group.rank(), tag, out + 2 * group.rank());
+      }
+      return all_ok(group, status);
+    }
+    const std::uint64_t step = group.size();
+    // Several loads at once: they take as long as one.
+    for (std::uint64_t first = group.rank(); first < pairs && status == Status::ok;
+         first += packets_at_once * step) {
+      Word16 word[packets_at_once];
+      status = wait_until(comm_.scope, "packet", 2 * first, -1, tag, in + 2 * first, [&] {
+        bool all = true;
+        BELFRY_UNROLL
+        for (unsigned k = 0; k < packets_at_once; ++k) {
+          if (first + k * step < pairs) word[k] = load_word16(in_pairs + first + k * step);
+        }
+        BELFRY_UNROLL
+        for (unsigned k = 0; k < packets_at_once; ++k) {
+          all = all && (first + k * step >= pairs ||
+                        (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
+                         static_cast<std::uint32_t>(word[k].high >> 32) == tag));
+        }
+        return all;
+      });
+      if (status != Status::ok) break;
+      BELFRY_UNROLL
+      for (unsigned k = 0; k < packets_at_once; ++k) {
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        out[2 * i] = static_cast<std::uint32_t>(word[k].low);
+        out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
+      }
+    }
+    for (std::uint64_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
+      std::uint64_t word = 0;
+      status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
+        word = load<Order::relaxed, Scope::system>(in + i);
+        return static_cast<std::uint32_t>(word >> 32) == tag;
+      });
+      out[i] = static_cast<std::uint32_t>(word);
+    }
+    return all_ok(group, status);
+  }
+
   // Two to a store where the place allows it: each half carries its own tag, so that it does not
   // matter whether both arrive at once.
   template <class Group>
@@ -900,7 +962,7 @@ class NetSet {
   // direct: as many packets to a WQE as it can carry inline; proxy: two to a command.
   BELFRY_DEVICE Ticket post_packets(int peer, queue::Command c, const post::Resolved& resolved,
                                     const std::uint32_t* words, std::uint64_t count,
-                                    std::uint32_t tag) const {
+                                    std::uint32_t tag, queue::SolePoster* sole) const {
     const Route& r = route(peer);
     Ticket ticket;
     if (count == 0) return ticket;  // nothing that a wait could wait for
@@ -914,16 +976,25 @@ class NetSet {
           const auto bytes = static_cast<std::uint32_t>(8 * n);
           const std::uint32_t blocks = queue::inline_blocks(bytes);
           std::uint64_t first = 0;
-          ticket.status = queue::reserve(q, blocks, comm_.scope, first);
+          if (sole != nullptr) {
+            ticket.status = queue::await_room(q, *sole, blocks, comm_.scope);
+            first = sole->next;
+          } else {
+            ticket.status = queue::reserve(q, blocks, comm_.scope, first);
+          }
           if (ticket.status != Status::ok) return ticket;
           queue::build_write_inline(
               q, first, {resolved.remote.address + 8 * at, resolved.remote.rkey}, bytes,
               queue::Signalled::yes,
               [&](std::uint32_t i) { return i % 2 == 0 ? words[at + i / 2] : tag; });
-          ticket.status = queue::make_ready(q, first, blocks, comm_.scope);
           ticket.end = first + blocks;
+          if (sole != nullptr) {
+            queue::publish(q, *sole, ticket.end);
+          } else {
+            ticket.status = queue::make_ready(q, first, blocks, comm_.scope);
+          }
         }
-        if (ticket.status == Status::ok) {
+        if (ticket.status == Status::ok && sole == nullptr) {
           ticket.status = queue::ring(q, ticket.end, comm_.scope);
         }
         return ticket;

@@ -46,10 +46,59 @@ BELFRY_HOST_DEVICE constexpr bool has_source(queue::Operation operation) {
          operation == queue::Operation::get;
 }
 
-// Checks an operation against the windows and looks up addresses and keys. Nothing is posted
+// What the tables say of a peer and of the two windows of an operation.
+struct Entries {
+  WindowView dst{}, src{};
+  WindowPeer to{}, from{}, control{};
+  ErrorReason failure = ErrorReason::none;
+  std::uint64_t detail = 0;
+};
+
+// Which entries an operation needs.
+struct Needs {
+  bool data, source, signal;
+};
+BELFRY_HOST_DEVICE constexpr Needs needs(const queue::Command& c) {
+  return {c.operation != queue::Operation::signal && c.operation != queue::Operation::none,
+          has_source(c.operation), c.signal_op != queue::SignalOp::none};
+}
+
+BELFRY_HOST_DEVICE BELFRY_INLINE Entries look_up(const DeviceComm& comm, int peer,
+                                                 std::uint32_t dst_window, std::uint32_t src_window,
+                                                 Needs needs) {
+  Entries e;
+  auto fail = [&e](ErrorReason failure, std::uint64_t detail) {
+    e.failure = failure;
+    e.detail = detail;
+  };
+  if (peer < 0 || peer >= comm.ranks) {
+    fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
+    return e;
+  }
+  if (needs.data && dst_window >= comm.windows) {
+    fail(ErrorReason::out_of_window, dst_window);
+    return e;
+  }
+  if (needs.source && src_window >= comm.windows) {
+    fail(ErrorReason::out_of_window, src_window);
+    return e;
+  }
+  if (needs.data) {
+    e.dst = load_entry(comm.window_table + dst_window);
+    e.to = load_entry(comm.peer_entry(dst_window, peer));
+  }
+  if (needs.source) {
+    e.src = load_entry(comm.window_table + src_window);
+    e.from = load_entry(comm.peer_entry(src_window, peer));
+  }
+  if (needs.signal) e.control = load_entry(comm.peer_entry(control_window, peer));
+  return e;
+}
+
+// Checks an operation against its windows' entries and finds addresses and keys. Nothing is posted
 // when `failure` is set.
-BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const queue::Command& c,
-                                                  int peer) {
+BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const Entries& e,
+                                                  const queue::Command& c) {
   using queue::Operation;
   // One object in every return, so that it is built where the caller wants it: a copy of what has
   // just been written in parts would stall the loads.
@@ -58,13 +107,11 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
     r.failure = failure;
     r.detail = detail;
   };
-  if (peer < 0 || peer >= comm.ranks) {
-    fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
+  if (e.failure != ErrorReason::none) {
+    fail(e.failure, e.detail);
     return r;
   }
-  const bool signals = c.signal_op != queue::SignalOp::none;
-  const bool data = c.operation != Operation::signal && c.operation != Operation::none;
-  const bool source = has_source(c.operation);
+  const auto [data, source, signals] = needs(c);
   if (signals && c.signal_id >= comm.signal_words) {
     fail(ErrorReason::bad_argument, c.signal_id);
     return r;
@@ -73,49 +120,30 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
     fail(ErrorReason::bad_argument, c.counter_id);
     return r;
   }
-  if (data && c.dst_window >= comm.windows) {
-    fail(ErrorReason::out_of_window, c.dst_window);
-    return r;
-  }
-  if (source && c.src_window >= comm.windows) {
-    fail(ErrorReason::out_of_window, c.src_window);
-    return r;
-  }
-  WindowView dst, src;
-  WindowPeer to, from, control;
-  if (data) {
-    dst = load_entry(comm.window_table + c.dst_window);
-    to = load_entry(comm.peer_entry(c.dst_window, peer));
-  }
-  if (source) {
-    src = load_entry(comm.window_table + c.src_window);
-    from = load_entry(comm.peer_entry(c.src_window, peer));
-  }
-  if (signals) control = load_entry(comm.peer_entry(control_window, peer));
   if (signals) {
-    r.signal = {control.address + 8ull * c.signal_id, control.rkey};
-    if (control.lsa != nullptr) {
-      r.lsa_signal = reinterpret_cast<std::uint64_t*>(control.lsa) + c.signal_id;
+    r.signal = {e.control.address + 8ull * c.signal_id, e.control.rkey};
+    if (e.control.lsa != nullptr) {
+      r.lsa_signal = reinterpret_cast<std::uint64_t*>(e.control.lsa) + c.signal_id;
     }
   }
   if (!data) return r;
   const std::uint64_t dst_bytes =
       c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.dst_pitch) : c.bytes;
   // It may be withdrawn meanwhile; who names a window was told of it.
-  if (dst.valid == 0 || !inside(c.dst_offset, dst_bytes, dst.bytes)) {
+  if (e.dst.valid == 0 || !inside(c.dst_offset, dst_bytes, e.dst.bytes)) {
     fail(ErrorReason::out_of_window, c.dst_offset + dst_bytes);
     return r;
   }
-  r.remote = {to.address + c.dst_offset, to.rkey};
-  if (to.lsa != nullptr) r.lsa = to.lsa + c.dst_offset;
+  r.remote = {e.to.address + c.dst_offset, e.to.rkey};
+  if (e.to.lsa != nullptr) r.lsa = e.to.lsa + c.dst_offset;
   if (source) {
     const std::uint64_t src_bytes =
         c.operation == Operation::put_2d ? extent(c.rows, c.bytes, c.src_pitch) : c.bytes;
-    if (src.valid == 0 || !inside(c.src_offset, src_bytes, src.bytes)) {
+    if (e.src.valid == 0 || !inside(c.src_offset, src_bytes, e.src.bytes)) {
       fail(ErrorReason::out_of_window, c.src_offset + src_bytes);
       return r;
     }
-    r.local = {reinterpret_cast<std::uint64_t>(src.local) + c.src_offset, from.lkey};
+    r.local = {reinterpret_cast<std::uint64_t>(e.src.local) + c.src_offset, e.from.lkey};
   }
   if (queue::is_fetching(c.operation) && c.dst_offset % 8 != 0) {
     fail(ErrorReason::bad_argument, c.dst_offset);
@@ -124,20 +152,31 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
   return r;
 }
 
-// As resolve(), for a user's operation. Window 0 holds the signals of all ranks, and a Window that
-// was never made, or was moved from, has its number: data may not go there by accident.
-BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm,
-                                                       const queue::Command& c, int peer) {
-  Resolved r = resolve(comm, c, peer);
-  const bool data =
-      c.operation != queue::Operation::signal && c.operation != queue::Operation::none;
-  if (r.failure == ErrorReason::none && data &&
-      (c.dst_window == control_window ||
-       (has_source(c.operation) && c.src_window == control_window))) {
+BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const queue::Command& c,
+                                                  int peer) {
+  return resolve(comm, look_up(comm, peer, c.dst_window, c.src_window, needs(c)), c);
+}
+
+// Window 0 holds the signals of all ranks, and a Window that was never made, or was moved from, has
+// its number: a user's data may not go there by accident.
+BELFRY_HOST_DEVICE constexpr bool names_control_window(const queue::Command& c) {
+  const Needs n = needs(c);
+  return (n.data && c.dst_window == control_window) || (n.source && c.src_window == control_window);
+}
+
+// As resolve(), for a user's operation.
+BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm, const Entries& e,
+                                                       const queue::Command& c) {
+  Resolved r = resolve(comm, e, c);
+  if (r.failure == ErrorReason::none && names_control_window(c)) {
     r.failure = ErrorReason::out_of_window;
     r.detail = control_window;
   }
   return r;
+}
+BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm,
+                                                       const queue::Command& c, int peer) {
+  return resolve_user(comm, look_up(comm, peer, c.dst_window, c.src_window, needs(c)), c);
 }
 
 BELFRY_HOST_DEVICE BELFRY_COLD Status report(ErrorRecord* record, queue::Operation operation,
@@ -303,20 +342,27 @@ enum class Doorbell : bool { later = false, now = true };
 
 namespace detail {
 
-// Builds, publishes and, if asked, announces the WQEs [begin, stop) of a sequence in the blocks
-// reserved at `first`.
-BELFRY_HOST_DEVICE inline Status publish(queue::SendQueue& q, const queue::Command& c,
-                                         const Sequence& sequence, std::uint64_t begin,
-                                         std::uint64_t stop, std::uint64_t first, Doorbell doorbell,
-                                         const WaitScope& scope, std::uint64_t& end) {
+// Builds the WQEs [begin, stop) of a sequence in the blocks reserved at `first`; returns the block
+// past the last.
+BELFRY_HOST_DEVICE inline std::uint64_t build(queue::SendQueue& q, const queue::Command& c,
+                                              const Sequence& sequence, std::uint64_t begin,
+                                              std::uint64_t stop, std::uint64_t first) {
   std::uint64_t index = first;
   for (std::uint64_t i = begin; i < stop; ++i) {
     sequence.build(i, index, i + 1 == stop ? queue::Signalled::yes : queue::Signalled::no);
     if (c.has_counter && i + 1 == sequence.size()) queue::attach_counter(q, index, c.counter_id);
     index += sequence.blocks(i);
   }
-  end = index;
-  const auto blocks = static_cast<std::uint32_t>(index - first);
+  return index;
+}
+
+// As build(), then publishes and, if asked, announces.
+BELFRY_HOST_DEVICE inline Status publish(queue::SendQueue& q, const queue::Command& c,
+                                         const Sequence& sequence, std::uint64_t begin,
+                                         std::uint64_t stop, std::uint64_t first, Doorbell doorbell,
+                                         const WaitScope& scope, std::uint64_t& end) {
+  end = build(q, c, sequence, begin, stop, first);
+  const auto blocks = static_cast<std::uint32_t>(end - first);
   const Status status = queue::make_ready(q, first, blocks, scope);
   if (status != Status::ok) return status;
   // What is not the operation's end must be rung, or the rest would wait for its slots for ever.
@@ -352,6 +398,23 @@ BELFRY_HOST_DEVICE inline Status submit(queue::SendQueue& q, const queue::Comman
     if (status != Status::ok) return status;
     status = detail::publish(q, c, sequence, done, stop, first, doorbell, scope, end);
     if (status != Status::ok) return status;
+    done = stop;
+  }
+  return Status::ok;
+}
+
+// As submit(), by the only poster of the queue (a Link that was told so): no atomics.
+BELFRY_HOST_DEVICE inline Status submit_alone(queue::SendQueue& q, queue::SolePoster& sole,
+                                              const queue::Command& c, const Resolved& resolved,
+                                              const WaitScope& scope, std::uint64_t& end) {
+  const Sequence sequence(q, c, resolved);
+  for (std::uint64_t done = 0; done < sequence.size();) {
+    std::uint32_t blocks = 0;
+    const std::uint64_t stop = detail::fitting(sequence, done, q.depth, blocks);
+    const Status status = queue::await_room(q, sole, blocks, scope);
+    if (status != Status::ok) return status;
+    end = detail::build(q, c, sequence, done, stop, sole.next);
+    queue::publish(q, sole, end);
     done = stop;
   }
   return Status::ok;

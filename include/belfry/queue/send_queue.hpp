@@ -25,7 +25,8 @@ struct SendQueue {
   // Constant once the queue is connected.
   mlx5::WqeBlock* ring;
   mlx5::DoorbellRecord* record;
-  std::uint64_t* doorbell;
+  std::uint64_t* doorbell;  // the register; nullptr: the NIC polls the record, and is a kernel of
+                            // the GPU (or a thread of the host) that the posters run on
   mlx5::Cqe* cqes;
   mlx5::CqDoorbellRecord* cq_record;
   std::uint32_t* slot_counters;  // [depth]: 1 + the counter that the WQE starting here bumps,
@@ -266,12 +267,16 @@ BELFRY_HOST_DEVICE inline bool try_ring(SendQueue& queue, std::uint64_t end) {
   }
   const std::uint64_t upto = load<Order::acquire, Scope::device>(&queue.ready);
   if (upto != queue.rung) {
-    // Release at system scope: the NIC that reads the record sees the WQEs, and, by the same
-    // token, the data that the posters released before.
-    store<Order::release, Scope::system>(&queue.record->send.raw,
-                                         mlx5::be32(static_cast<std::uint32_t>(upto) & 0xffff).raw);
-    store_doorbell(queue.doorbell,
-                   mlx5::doorbell_value(static_cast<std::uint32_t>(upto), queue.qpn));
+    // Release at system scope, or the device's where the NIC is there: the NIC that reads the
+    // record sees the WQEs, and, by the same token, the data that the posters released before.
+    const std::uint32_t record = mlx5::be32(static_cast<std::uint32_t>(upto) & 0xffff).raw;
+    if (queue.doorbell == nullptr) {
+      store<Order::release, Scope::device>(&queue.record->send.raw, record);
+    } else {
+      store<Order::release, Scope::system>(&queue.record->send.raw, record);
+      store_doorbell(queue.doorbell,
+                     mlx5::doorbell_value(static_cast<std::uint32_t>(upto), queue.qpn));
+    }
     store<Order::relaxed, Scope::device>(&queue.rung, upto);
   }
   store<Order::release, Scope::device>(&queue.ring_lock, 0u);
@@ -526,6 +531,55 @@ BELFRY_HOST_DEVICE inline Status make_ready(SendQueue& queue, std::uint64_t firs
   if (status != Status::ok) return status;
   store<Order::release, Scope::device>(&queue.ready, first + blocks);
   return Status::ok;
+}
+
+// ---- one poster ------------------------------------------------------------------------------
+
+// What the only poster of a queue knows without asking. While it lives nobody else reserves,
+// publishes or rings; anyone may poll and wait.
+struct SolePoster {
+  std::uint64_t next = 0;       // the first block that is free
+  std::uint64_t completed = 0;  // at the last look
+};
+
+BELFRY_HOST_DEVICE inline SolePoster sole_poster(const SendQueue& queue) {
+  return {load<Order::acquire, Scope::device>(&queue.reserved),
+          load<Order::acquire, Scope::device>(&queue.completed)};
+}
+
+// As reserve(), without an atomic; nothing is taken until publish() is told of it.
+BELFRY_HOST_DEVICE inline Status await_room(SendQueue& queue, SolePoster& sole,
+                                            std::uint32_t blocks, const WaitScope& scope) {
+  const auto room = [&] { return sole.next + blocks - sole.completed <= queue.depth; };
+  if (room()) return Status::ok;
+  return wait_until(scope, "queue space", queue.qpn, queue.peer, sole.next + blocks - queue.depth,
+                    &queue.completed, [&] {
+                      poll(queue);
+                      // Acquire, as in try_reserve().
+                      sole.completed = load<Order::acquire, Scope::device>(&queue.completed);
+                      return room();
+                    });
+}
+
+// make_ready() and ring() in one: announces the blocks from `sole.next` to `end`, which are built.
+BELFRY_HOST_DEVICE inline void publish(SendQueue& queue, SolePoster& sole, std::uint64_t end) {
+  sole.next = end;
+  const std::uint32_t record = mlx5::be32(static_cast<std::uint32_t>(end) & 0xffff).raw;
+  // Release, once for all: those who poll see the WQEs behind `ready`, the NIC sees them behind the
+  // record. The scope is that of ring().
+  if (queue.doorbell == nullptr) {
+    fence<Order::release, Scope::device>();
+  } else {
+    fence<Order::release, Scope::system>();
+  }
+  store<Order::relaxed, Scope::device>(&queue.reserved, end);
+  store<Order::relaxed, Scope::device>(&queue.ready, end);
+  store<Order::relaxed, Scope::system>(&queue.record->send.raw, record);
+  if (queue.doorbell != nullptr) {
+    store_doorbell(queue.doorbell,
+                   mlx5::doorbell_value(static_cast<std::uint32_t>(end), queue.qpn));
+  }
+  store<Order::relaxed, Scope::device>(&queue.rung, end);
 }
 
 // ---- results of fetching atomics -----------------------------------------------------------

@@ -1,0 +1,120 @@
+// Link: one peer, one window there and one here, looked up once. What Net::put() reads from tables
+// at every call stays in registers: for loops that wait for a signal and answer it, where each such
+// read is a trip to the L2 (an acquire empties the nearer cache).
+#pragma once
+
+#include <cstdint>
+
+#include "belfry/device/net.hpp"
+
+namespace belfry {
+
+// Given to a Link whose group alone posts to its peer on its context while the link lives: no call
+// of Net, no other link, no trigger, no batch. On path direct posting then takes no atomics.
+struct sole_poster {};
+
+// Calls are those of Net, with offsets in place of windows and peer; the promises are the same. The
+// windows must not be withdrawn while the link is used. Made by every thread that calls; `net` must
+// outlive it. A peer or window that is not there is an error of every call.
+template <PathSet Paths>
+class LinkSet {
+ public:
+  // `dst_window`: written at the peer, and where its packets arrive here. `src_window`: read here.
+  BELFRY_DEVICE LinkSet(const NetSet<Paths>& net, int peer, std::uint32_t dst_window,
+                        std::uint32_t src_window)
+      : net_(net),
+        peer_(peer),
+        dst_window_(dst_window),
+        src_window_(src_window),
+        route_(net.route_to(peer)),
+        entries_(net.look_up(peer, dst_window, src_window, post::Needs{true, true, true})) {}
+  BELFRY_DEVICE LinkSet(const NetSet<Paths>& net, int peer, std::uint32_t window)
+      : LinkSet(net, peer, window, window) {}
+
+  // For one group, which makes every call: that of `this_thread`, `this_warp` or `this_block`.
+  BELFRY_DEVICE LinkSet(const NetSet<Paths>& net, int peer, std::uint32_t dst_window,
+                        std::uint32_t src_window, sole_poster)
+      : LinkSet(net, peer, dst_window, src_window) {
+    if constexpr (Paths.has(Path::direct)) {
+      if (route_.nic == Path::direct) {
+        alone_ = true;
+        sole_ = queue::sole_poster(*route_.send);
+      }
+    }
+  }
+
+  BELFRY_DEVICE int peer() const { return peer_; }
+  BELFRY_DEVICE const NetSet<Paths>& net() const { return net_; }
+
+  // As Net::put().
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket put(const Group& group, std::uint64_t dst_offset, std::uint64_t src_offset,
+                           std::uint64_t bytes, Extra... extra) {
+    return run(group,
+               op::put({dst_window_, dst_offset}, {src_window_, src_offset}, bytes, extra...),
+               detail::pays_fence<Extra...>);
+  }
+
+  // As Net::put_value().
+  template <class Group, class T, class... Extra>
+  BELFRY_DEVICE Ticket put_value(const Group& group, std::uint64_t dst_offset, T value,
+                                 Extra... extra) {
+    return run(group, op::put_value({dst_window_, dst_offset}, value, extra...),
+               detail::pays_fence<Extra...>);
+  }
+
+  // As Net::get(): from `src_offset` of the window there to `dst_offset` of the one here.
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket get(const Group& group, std::uint64_t dst_offset, std::uint64_t src_offset,
+                           std::uint64_t bytes, Extra... extra) {
+    return run(group,
+               op::get({src_window_, dst_offset}, {dst_window_, src_offset}, bytes, extra...),
+               detail::pays_fence<Extra...>);
+  }
+
+  // As Net::signal().
+  template <class Group, class... Extra>
+  BELFRY_DEVICE Ticket signal(const Group& group, Extra... extra) {
+    return run(group, op::signal(extra...), detail::pays_fence<Extra...>);
+  }
+
+  // As Net::put_packet().
+  template <class Group>
+  BELFRY_DEVICE Ticket put_packet(const Group& group, std::uint64_t dst_offset,
+                                  std::uint64_t src_offset, std::uint64_t bytes,
+                                  std::uint32_t tag) {
+    return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
+                             {src_window_, src_offset}, bytes, tag, alone_ ? &sole_ : nullptr);
+  }
+
+  // As Net::wait_packet(), for what the peer's link puts to `offset`.
+  template <class Group>
+  BELFRY_DEVICE Status wait_packet(const Group& group, std::uint64_t offset, void* dst,
+                                   std::uint64_t bytes, std::uint32_t tag) const {
+    return net_.take_packets(group, entries_.dst, offset, dst, bytes, tag);
+  }
+
+ private:
+  template <class Group>
+  BELFRY_DEVICE BELFRY_INLINE Ticket run(const Group& group, const queue::Command& c,
+                                         bool pay_fence) {
+    static_assert(!std::is_same_v<Group, EachLane>, "each_lane posts through Net");
+    return net_.carry_out(group, peer_, c, route_,
+                          net_.usable_ ? net_.resolve(entries_, c) : post::Resolved{}, pay_fence,
+                          post::Doorbell::now, alone_ ? &sole_ : nullptr);
+  }
+
+  const NetSet<Paths>& net_;
+  int peer_;
+  std::uint32_t dst_window_, src_window_;
+  Route route_;
+  post::Entries entries_;
+  bool alone_ = false;
+  queue::SolePoster sole_;
+};
+
+using Link = LinkSet<device_paths>;
+template <Path P>
+using LinkOf = LinkSet<path_set(P)>;
+
+}  // namespace belfry
