@@ -289,14 +289,22 @@ TEST(F21, a_rank_that_fails_at_any_step_of_creation_is_an_error_on_every_rank) {
 // ---- a peer that dies ----
 
 TEST(DeadPeer, a_rank_killed_in_the_middle_is_named_by_all_others_within_the_deadline) {
-  for (const char* path : {"lsa", "direct", "proxy"}) {
+  struct Way {
+    const char* path;
+    const char* provider;
+  };
+  std::vector<Way> ways{{"lsa", ""}, {"direct", ""}, {"proxy", "soft"}};
+#if WITH_FABRIC
+  ways.push_back({"proxy", "fabric"});
+#endif
+  for (const auto& [path, provider] : ways) {
     for (const char* victim : {"0", "1", "2"}) {
       int pipes[2];
       ASSERT_EQ(pipe(pipes), 0);
       LaunchOptions options;
       options.ranks = 3;
       options.argv = {DYING_RANK, victim};
-      options.environment = {{"BELFRY_PATH", path}};
+      options.environment = {{"BELFRY_PATH", path}, {"BELFRY_PROVIDER", provider}};
       options.timeout = std::chrono::seconds(60);
       options.stdout_fd = options.stderr_fd = pipes[1];
       // That of the rank whose end was seen first: the killed one's, or of one that was told.
