@@ -479,7 +479,7 @@ class FabricQueue final : public LibraryQueue {
 };
 
 bool FabricDevice::in_use(std::uint32_t key) const {
-  for (std::uint32_t number = 0; number < max_queues; ++number) {
+  for (std::uint32_t number = 0; number < queues(); ++number) {
     auto* q = static_cast<FabricQueue*>(queue(number));
     if (q != nullptr && q->holds(key)) return true;
   }

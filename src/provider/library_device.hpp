@@ -60,6 +60,7 @@ class LibraryDevice {
   LibraryQueue* queue(std::uint32_t number) const {
     return number < queues_.size() ? queues_[number] : nullptr;
   }
+  std::uint32_t queues() const { return static_cast<std::uint32_t>(queues_.size()); }
   // What peers send by a plain write with CQ data, and by messages.
   void written(std::uint32_t immediate);
   void received(const Message& message);

@@ -15,6 +15,9 @@ namespace {
 // How long the news of a lost connection waits for better news.
 constexpr std::uint64_t grace_ns = 500'000'000;
 
+// Of a link that is not taken for lost: 10 MB/s.
+constexpr std::uint64_t slowest_ns_per_byte = 100;
+
 std::uint32_t draw_token() {
   // Not a secret: it tells this queue from others that had its number.
   static std::atomic<std::uint32_t> next{std::random_device{}()};
@@ -330,7 +333,11 @@ void LibraryQueue::look() {
     return;
   }
   const auto patience = static_cast<std::uint64_t>(device_->config().patience.count());
-  if (expects_ && now - heard_ >= patience) {
+  if (!expects_ || now - heard_ < patience) return;
+  // A large piece on a slow link is silent for long.
+  std::uint64_t bytes = 0;
+  for (std::uint64_t i = completed_; i != issued_; ++i) bytes += entry(i).bytes;
+  if (now - heard_ >= patience + bytes * slowest_ns_per_byte) {
     fail(completed_, mlx5::Syndrome::retry_exceeded, 0,
          fmt::format("no answer for {:.1f} s", static_cast<double>(patience) * 1e-9));
   }
