@@ -379,10 +379,13 @@ class FabricQueue final : public LibraryQueue {
     slab_->contexts.resize(entries().size());
     slab_->messages.resize(entries().size());
     for (Context& context : slab_->contexts) context = {{}, Context::Kind::entry, this, 0};
-    const std::lock_guard guard(fabric->lock);
-    slab_->registration = fabric->local_registration(slab_->messages.data(),
-                                                     slab_->messages.size() * sizeof(Message));
+    {
+      const std::lock_guard guard(fabric->lock);
+      slab_->registration = fabric->local_registration(slab_->messages.data(),
+                                                       slab_->messages.size() * sizeof(Message));
+    }
     if (slab_->registration != nullptr) descriptor_ = fi_mr_desc(slab_->registration.get());
+    join();
   }
 
   ~FabricQueue() override {

@@ -40,7 +40,9 @@ LibraryQueue::LibraryQueue(std::shared_ptr<LibraryDevice> device, const QueueCon
       completed_(config.first_index),
       scanned_(config.first_index),
       sequence_(config.first_index),
-      arrivals_(std::bit_ceil(config.depth), config.first_index) {
+      arrivals_(std::bit_ceil(config.depth), config.first_index) {}
+
+void LibraryQueue::join() {
   const std::lock_guard guard(device_->lock);
   number_ = device_->add(*this);
 }

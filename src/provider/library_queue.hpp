@@ -94,7 +94,9 @@ class LibraryQueue : public Queue {
   const QueueConfig& queue_config() const { return config_; }
   void connect_to(std::uint32_t number, std::uint32_t token);
   void announced() { store<Order::relaxed, Scope::device>(&rings_, rings_ + 1); }
-  // The first thing that a derived destructor does: nothing of the device comes here any more.
+  // The last thing that a derived constructor does, and the first that its destructor does: between
+  // them the device's threads come here.
+  void join();
   void leave();
   LibraryDevice& device() { return *device_; }
 

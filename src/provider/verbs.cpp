@@ -428,6 +428,7 @@ class VerbsQueue final : public LibraryQueue {
     batch_.resize(depth);
     pieces_.resize(depth);
     local_ = config.first_index;
+    join();
   }
 
   ~VerbsQueue() override { leave(); }
@@ -643,6 +644,8 @@ bool VerbsQueue::send_answer(const Message& message) {
 
 // Completions come in the order of the queue: the device is done with everything below `end`.
 void VerbsQueue::entries_done(std::uint64_t end) {
+  // Entries without a work request complete by themselves; their places are others' by now.
+  if (reached(completed(), local_)) local_ = completed();
   for (; !reached(local_, end); ++local_) {
     if (!loops(entry(local_))) locally_complete(local_, local_ + 1);
   }

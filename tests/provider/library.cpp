@@ -24,7 +24,9 @@ class FakeQueue final : public LibraryQueue {
  public:
   FakeQueue(const std::shared_ptr<LibraryDevice>& device, Wire& wire, int end,
             const QueueConfig& config, const Transport& transport)
-      : LibraryQueue(device, config, transport), wire_(wire), end_(end) {}
+      : LibraryQueue(device, config, transport), wire_(wire), end_(end) {
+    join();
+  }
   ~FakeQueue() override { leave(); }
   Blob address() const override { return {}; }
   void connect(std::span<const std::byte>, std::span<const std::byte>) override {}
