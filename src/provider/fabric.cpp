@@ -2,6 +2,7 @@
 // A write carries its number as CQ data; signals, small payloads and atomics are messages. What
 // orders them stands above the transport, which may have no order of its own (EFA's SRD).
 #include <fmt/format.h>
+#include <netinet/in.h>
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -82,6 +83,16 @@ Info hints_for(const std::string& provider, const std::string& domain) {
   return hints;
 }
 
+bool is_loopback(const fi_info& info) {
+  if (info.src_addr == nullptr) return false;
+  if (info.addr_format == FI_SOCKADDR_IN) {
+    const auto* address = static_cast<const sockaddr_in*>(info.src_addr);
+    return (ntohl(address->sin_addr.s_addr) >> 24) == 127;
+  }
+  return info.addr_format == FI_SOCKADDR_IN6 &&
+         IN6_IS_ADDR_LOOPBACK(&static_cast<const sockaddr_in6*>(info.src_addr)->sin6_addr);
+}
+
 // What is found, kept for the life of the process: a first look takes libfabric 0.2 s.
 struct Found {
   Info list;
@@ -108,10 +119,11 @@ const Found& find_device() {
       const auto place = std::find(known.begin(), known.end(), name) - known.begin();
       const auto preference = provider.empty() ? static_cast<std::size_t>(place) : 0;
       // Of one provider's addresses an IPv4 one: link-local IPv6 addresses need a scope.
-      return 2 * preference + (info->addr_format == FI_SOCKADDR_IN6 ? 1 : 0);
+      return 4 * preference + (is_loopback(*info) ? 2 : 0) +
+             (info->addr_format == FI_SOCKADDR_IN6 ? 1 : 0);
     };
     for (const fi_info* info = list; info != nullptr; info = info->next) {
-      if (provider.empty() && rank(info) >= 2 * known.size()) continue;
+      if (provider.empty() && rank(info) >= 4 * known.size()) continue;
       if (info->ep_attr->max_msg_size < post::max_piece) continue;
       if (f.chosen == nullptr || rank(info) < rank(f.chosen)) f.chosen = info;
     }
@@ -137,7 +149,7 @@ struct FabricIdentity {
   std::uint32_t protocol = 0;
   std::uint32_t protocol_version = 0;
   std::uint32_t reserved = 0;
-  std::uint64_t machine = 0;  // of a provider within one machine; else 0
+  std::uint64_t machine = 0;  // of what stays within one machine; else 0
 };
 
 FabricIdentity identity_of(const fi_info& info) {
@@ -146,7 +158,8 @@ FabricIdentity identity_of(const fi_info& info) {
   identity.format = info.addr_format;
   identity.protocol = info.ep_attr->protocol;
   identity.protocol_version = info.ep_attr->protocol_version;
-  if (std::string_view(identity.provider) == "shm") identity.machine = machine_id();
+  const bool one_machine = std::string_view(identity.provider) == "shm" || is_loopback(info);
+  if (one_machine) identity.machine = machine_id();
   return identity;
 }
 
@@ -164,7 +177,12 @@ std::string differing(const FabricIdentity& a, const FabricIdentity& b) {
     return fmt::format("libfabric protocol {}.{} against {}.{}", a.protocol, a.protocol_version,
                        b.protocol, b.protocol_version);
   }
-  if (a.machine != b.machine) return fmt::format("{} stays within one machine", a.provider);
+  if (a.machine != b.machine) {
+    return fmt::format(
+        "libfabric provider {} stays within one machine: shm, or a loopback address "
+        "(BELFRY_FABRIC_DOMAIN)",
+        a.provider);
+  }
   return {};
 }
 
