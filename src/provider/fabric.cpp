@@ -24,6 +24,7 @@
 #include "provider/registry.hpp"
 
 namespace belfry::provider {
+namespace fabric {
 namespace {
 
 constexpr std::uint32_t api_version = FI_VERSION(1, 17);
@@ -655,24 +656,25 @@ class FabricProvider final : public Provider {
 };
 
 }  // namespace
+}  // namespace fabric
 
-std::string probe_fabric() { return find_device().lacking; }
+std::string probe_fabric() { return fabric::find_device().lacking; }
 
 std::string describe_fabric() {
-  const fi_info* info = find_device().chosen;
+  const fi_info* info = fabric::find_device().chosen;
   if (info == nullptr) return {};
   return fmt::format("{} on {}", info->fabric_attr->prov_name, info->domain_attr->name);
 }
 
-Blob identify_fabric() { return blob_of(identity_of(*find_device().chosen)); }
+Blob identify_fabric() { return blob_of(fabric::identity_of(*fabric::find_device().chosen)); }
 
 std::string fabric_differs(const Blob& a, const Blob& b) {
-  return differing(value_of<FabricIdentity>(a, "identity of a libfabric device"),
-                   value_of<FabricIdentity>(b, "identity of a libfabric device"));
+  return fabric::differing(value_of<fabric::FabricIdentity>(a, "identity of a libfabric device"),
+                           value_of<fabric::FabricIdentity>(b, "identity of a libfabric device"));
 }
 
 std::unique_ptr<Provider> open_fabric(const Options& options) {
-  return std::make_unique<FabricProvider>(options);
+  return std::make_unique<fabric::FabricProvider>(options);
 }
 
 }  // namespace belfry::provider

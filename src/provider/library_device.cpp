@@ -205,7 +205,7 @@ void LibraryDevice::received(const Message& message) {
 // ---- answers ----
 
 void LibraryDevice::answer(LibraryQueue& queue, Message message) {
-  queue.address(message);
+  queue.stamp(message);
   answers_.emplace_back(queue.number(), message);
 }
 
@@ -228,7 +228,7 @@ bool LibraryDevice::send_answers() {
   for (const std::uint32_t number : acknowledge_) {
     LibraryQueue& q = *queues_[number];
     Message ack{};
-    q.address(ack);
+    q.stamp(ack);
     ack.kind = MessageKind::ack;
     ack.payload[0] = q.arrivals().next();
     if (q.failed() || send_answer(q, ack)) {

@@ -57,7 +57,7 @@ void LibraryQueue::connect_to(std::uint32_t number, std::uint32_t token) {
   remote_token_ = token;
 }
 
-void LibraryQueue::address(Message& message) const {
+void LibraryQueue::stamp(Message& message) const {
   message.queue = static_cast<std::uint16_t>(remote_number_);
   message.token = remote_token_;
 }
@@ -178,7 +178,7 @@ void LibraryQueue::build(const queue::Command& command, const post::Resolved& re
   if (e.kind != Entry::Kind::nothing) e.waits = Entry::local;
   if (numbered && !transport_.ordered) e.waits |= Entry::acknowledged;
   if (e.kind == Entry::Kind::message && !delivered) e.waits |= Entry::answered;
-  address(e.message);
+  stamp(e.message);
 }
 
 bool LibraryQueue::post(const queue::Command& command, const post::Resolved& resolved,

@@ -60,7 +60,7 @@ class LibraryQueue : public Queue {
   std::int32_t peer() const { return config_.peer; }
   Sequencer& arrivals() { return arrivals_; }
   // How a message is addressed to the peer's queue.
-  void address(Message& message) const;
+  void stamp(Message& message) const;
   // Hands what was rung to the library.
   void flush();
   void heard() { heard_ = device_->now(); }

@@ -21,6 +21,7 @@
 #include "provider/registry.hpp"
 
 namespace belfry::provider {
+namespace verbs {
 namespace {
 
 // Per queue: messages that arrive while nobody looks, and answers on their way.
@@ -791,24 +792,25 @@ class VerbsProvider final : public Provider {
 };
 
 }  // namespace
+}  // namespace verbs
 
-std::string probe_verbs() { return find_port().lacking; }
+std::string probe_verbs() { return verbs::find_port().lacking; }
 
 std::string describe_verbs() {
-  const Found found = find_port();
+  const verbs::Found found = verbs::find_port();
   if (!found.lacking.empty()) return {};
-  return fmt::format("{}, {}", found.port.name(), to_string(found.port.kind));
+  return fmt::format("{}, {}", found.port.name(), verbs::to_string(found.port.kind));
 }
 
-Blob identify_verbs() { return blob_of(identity_of(find_port().port)); }
+Blob identify_verbs() { return blob_of(verbs::identity_of(verbs::find_port().port)); }
 
 std::string verbs_differs(const Blob& a, const Blob& b) {
-  return differing(value_of<VerbsIdentity>(a, "identity of an RDMA device"),
-                   value_of<VerbsIdentity>(b, "identity of an RDMA device"));
+  return verbs::differing(value_of<verbs::VerbsIdentity>(a, "identity of an RDMA device"),
+                          value_of<verbs::VerbsIdentity>(b, "identity of an RDMA device"));
 }
 
 std::unique_ptr<Provider> open_verbs(const Options& options) {
-  return std::make_unique<VerbsProvider>(options);
+  return std::make_unique<verbs::VerbsProvider>(options);
 }
 
 }  // namespace belfry::provider
