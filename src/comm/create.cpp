@@ -194,7 +194,7 @@ void Comm::Implementation::find_providers() {
   for (const provider::Factory& factory : provider::factories()) {
     if (!factory.device_queues) consider(factory);
   }
-  offers.assign(1, std::move(mine));
+  offers.assign(1, mine);
 }
 
 // Those that a pair with this rank uses.
