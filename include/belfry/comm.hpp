@@ -38,7 +38,8 @@ struct SoftnicOptions {
 };
 
 // The same on every rank but for what is marked (local); a mismatch is an error that names the
-// field. The environment's BELFRY_PATH and BELFRY_PROVIDER replace `path` and `provider`.
+// field. The environment's BELFRY_PATH, BELFRY_PROVIDER and BELFRY_PROVIDERS replace `path`,
+// `provider` and `providers`.
 struct CommOptions {
   std::uint32_t contexts = 4;
   std::uint32_t signals = 1024;
@@ -51,6 +52,7 @@ struct CommOptions {
   bool collapsed_cq = true;
   Path path = Path::none;      // none: the best for each pair
   std::string provider;        // empty: the best for each pair
+  std::string providers;       // those that this rank may use, with commas; empty: all (local)
   bool load_store = true;      // offer windows for loads and stores
   std::int32_t lsa_ranks = 0;  // split the ranks of a host into lsa teams of this many; 0: one
   // The CUDA device whose memory holds windows and signals and whose kernels use them; -1: host

@@ -27,6 +27,9 @@ std::unique_ptr<Comm> Comm::create(const std::shared_ptr<Bootstrap>& bootstrap,
     if (const char* name = std::getenv("BELFRY_PROVIDER"); name != nullptr && *name != '\0') {
       chosen.provider = name;
     }
+    if (const char* names = std::getenv("BELFRY_PROVIDERS"); names != nullptr && *names != '\0') {
+      chosen.providers = names;
+    }
     check(chosen);
     implementation = std::make_shared<Implementation>(bootstrap, chosen);
     implementation->create();
@@ -156,6 +159,9 @@ std::string Comm::describe() const {
                         : fmt::format(" on {}", choice.provider);
     }
     text += fmt::format("  rank {:>3}: {:<32} {}\n", peer, how, choice.reason);
+  }
+  for (const auto& p : self.providers) {
+    if (p != nullptr) text += fmt::format("  provider {}: {}\n", p->name(), p->describe());
   }
   return text;
 }

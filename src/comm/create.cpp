@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstring>
 #include <new>
+#include <sstream>
 #include <thread>
 #include <utility>
 
@@ -91,9 +92,10 @@ void Comm::Implementation::create() {
         "start fewer ranks");
   }
   agree_on_configuration();
-  open_providers();
+  find_providers();
   make_control_memory();
   choose_paths();
+  open_providers();
   make_tables();
   // Registered with every provider that some pair uses; window 0.
   if (gpu != nullptr) {
@@ -103,6 +105,7 @@ void Comm::Implementation::create() {
   }
   if (gpu != nullptr) make_gpu_tables();
   connect_queues();
+  test_connections();
   if (gpu != nullptr) {
     memory::copy_to_gpu(gpu->device, gpu->routes, routes.data(), routes.size() * sizeof(Route));
   }
@@ -133,17 +136,69 @@ void Comm::Implementation::agree_on_configuration() {
   require_same_configuration(*bootstrap, fields);
 }
 
-void Comm::Implementation::open_providers() {
-  if (!options.provider.empty() &&
-      factory_index(options.provider) == provider::factories().size()) {
-    throw Error("provider", "'" + options.provider + "'", provider_names(),
-                "correct BELFRY_PROVIDER or the option, or leave it out");
+void Comm::Implementation::check_provider(const char* where, const std::string& name) {
+  if (provider::find_factory(name) != nullptr) return;
+  throw Error(where, "'" + name + "'", provider_names(), "correct it, or leave it out");
+}
+
+// What this rank has to offer, without opening it yet: a device costs what it costs only where a
+// pair uses it.
+void Comm::Implementation::find_providers() {
+  if (!options.provider.empty()) {
+    check_provider("provider (BELFRY_PROVIDER, or the option)", options.provider);
+  }
+  std::vector<std::string> allowed;
+  std::istringstream list(options.providers);
+  for (std::string name; std::getline(list, name, ',');) {
+    check_provider("list of providers (BELFRY_PROVIDERS, or the option)", name);
+    allowed.push_back(name);
   }
   if (const std::string lacking = options.gpu >= 0 ? memory::gpu_support(options.gpu) : "";
       !lacking.empty()) {
     throw Error(fmt::format("option gpu on rank {}", rank), lacking, "a GPU to use",
                 "correct the option, or leave it out for kernels on the host executor");
   }
+  path::Offer mine;
+  bool drivable = false;
+  bool one_host = true;
+  for (int peer = 0; peer < ranks; ++peer) {
+    one_host = one_host && bootstrap->host(peer) == bootstrap->host();
+  }
+  const auto consider = [&](const provider::Factory& factory) {
+    const bool wished = options.provider == factory.name;
+    const bool named = std::find(allowed.begin(), allowed.end(), factory.name) != allowed.end();
+    if (!options.provider.empty() && !wished) return;
+    if (!allowed.empty() && !named) {
+      mine.lacking.push_back(fmt::format("{}: not in BELFRY_PROVIDERS", factory.name));
+      return;
+    }
+    // Looking for them takes a while, and on one host a drivable one reaches everybody.
+    if (!wished && !named && !factory.device_queues && drivable && one_host) return;
+    const std::string lacking = options.gpu >= 0 && !factory.gpu_memory
+                                    ? "it does not reach the memory of a GPU"
+                                    : factory.probe();
+    if (lacking.empty()) {
+      mine.nics.push_back({factory.name, factory.device_queues, factory.identify(), {}});
+      drivable = drivable || factory.device_queues;
+    } else if (wished) {
+      throw Error(fmt::format("provider {} on rank {}", factory.name, rank), lacking,
+                  "a provider that works here",
+                  "see `belfry doctor`, or unset BELFRY_PROVIDER to let belfry choose");
+    } else {
+      mine.lacking.push_back(fmt::format("{}: {}", factory.name, lacking));
+    }
+  };
+  for (const provider::Factory& factory : provider::factories()) {
+    if (factory.device_queues) consider(factory);
+  }
+  for (const provider::Factory& factory : provider::factories()) {
+    if (!factory.device_queues) consider(factory);
+  }
+  offers.assign(1, mine);
+}
+
+// Those that a pair with this rank uses.
+void Comm::Implementation::open_providers() {
   provider::Options chosen;
   chosen.label = fmt::format("rank {}", rank);
   // One queue per context and peer, and the CPU's own.
@@ -158,6 +213,8 @@ void Comm::Implementation::open_providers() {
   chosen.gpu = options.gpu;
   chosen.ctas = options.softnic.ctas;
   chosen.windows = options.windows;
+  chosen.patience = std::clamp<std::chrono::nanoseconds>(
+      options.timeout / 4 * 3, std::chrono::seconds(1), std::chrono::seconds(20));
   const SoftnicOptions& s = options.softnic;
   chosen.seed = s.seed + static_cast<std::uint64_t>(rank);
   chosen.strict = s.strict;
@@ -172,26 +229,27 @@ void Comm::Implementation::open_providers() {
   chosen.faults.slow_doorbell_passes = s.slow_doorbell;
   chosen.faults.late_placement = s.late_placement;
   providers.resize(provider::factories().size());
-  for (std::size_t i = 0; i < providers.size(); ++i) {
-    const provider::Factory& factory = provider::factories()[i];
-    const bool wished = options.provider == factory.name;
-    if (!options.provider.empty() && !wished) continue;
-    const std::string lacking = options.gpu >= 0 && !factory.gpu_memory
-                                    ? "it does not reach the memory of a GPU"
-                                    : factory.probe();
-    if (lacking.empty()) {
-      providers[i] = factory.open(chosen);
-    } else if (wished) {
-      throw Error(fmt::format("provider {} on rank {}", factory.name, rank), lacking,
-                  "a provider that works here",
-                  "see `belfry doctor`, or unset BELFRY_PROVIDER to let belfry choose");
-    }
+  path::Offer& mine = offers[static_cast<std::size_t>(rank)];
+  for (path::Offer::Nic& nic : mine.nics) {
+    const bool used = std::any_of(choices.begin(), choices.end(), [&](const path::Choice& choice) {
+      return choice.provider == nic.provider;
+    });
+    if (!used) continue;
+    const std::size_t i = factory_index(nic.provider);
+    providers[i] = provider::factories()[i].open(chosen);
+    nic.address = providers[i]->address();
+  }
+  const auto all = bootstrap->allgather(path::encode(mine));
+  for (int peer = 0; peer < ranks; ++peer) {
+    const auto p = static_cast<std::size_t>(peer);
+    offers[p] = path::decode_offer(all[p]);
   }
 }
 
 void Comm::Implementation::make_control_memory() {
-  words = static_cast<std::uint32_t>(DeviceComm::control_words(options.signals, options.barriers));
-  const std::size_t bytes = 8ull * (words + static_cast<std::size_t>(ranks));
+  words = static_cast<std::uint32_t>(DeviceComm::control_words(options.signals, options.barriers)) +
+          static_cast<std::uint32_t>(ranks);
+  const std::size_t bytes = 8 * (words + 3 * static_cast<std::size_t>(ranks));
   control = memory::SharedSegment(fmt::format("belfry-control-{}", rank), bytes);
   struct Names {
     memory::SegmentName control;
@@ -221,7 +279,7 @@ void Comm::Implementation::make_control_memory() {
 }
 
 void Comm::Implementation::choose_paths() {
-  path::Offer mine;
+  path::Offer mine = std::exchange(offers, {}).front();
   mine.host = bootstrap->host();
   if (options.lsa_ranks > 0) {
     int before = 0;
@@ -230,11 +288,6 @@ void Comm::Implementation::choose_paths() {
   }
   mine.load_store = options.load_store;
   mine.reachable = reachable;
-  for (std::size_t i = 0; i < providers.size(); ++i) {
-    if (providers[i] == nullptr) continue;
-    mine.nics.push_back(
-        {provider::factories()[i].name, providers[i]->device_queues(), providers[i]->address()});
-  }
   for (const auto& bytes : bootstrap->allgather(path::encode(mine))) {
     offers.push_back(path::decode_offer(bytes));
   }
@@ -415,6 +468,7 @@ void Comm::Implementation::connect_queues() {
   config.counters = counters;
   if (gpu != nullptr) config.sources = post::Source::by_nic;
   config.error = &shared->error;
+  config.abort = &shared->abort;
   host.resize(static_cast<std::size_t>(ranks));
   // queues[peer][0] is the CPU's; the others the contexts', empty where none is needed.
   std::vector<std::vector<provider::Queue*>> queues(static_cast<std::size_t>(ranks));
@@ -433,6 +487,11 @@ void Comm::Implementation::connect_queues() {
     // kernels were to post.
     if (gpu == nullptr || options.path != Path::direct) {
       host[p].queue = provider_of(peer).create_queue(config);
+      ResultSlots& results = host[p].results;
+      results.busy.resize(config.result_slots);
+      results.result_busy = results.busy.data();
+      results.result_slots = config.result_slots;
+      results.peer = peer;
       queues[p].push_back(host[p].queue.get());
     }
     for (std::uint32_t context = 0; context < options.contexts; ++context) {
@@ -512,16 +571,12 @@ void Comm::Implementation::connect_to_peers(
       for (std::uint32_t i = 0; i < count; ++i) {
         const auto address = take(number());
         if (to != rank) continue;
-        const std::string& name = choices[p].provider;
-        for (const path::Offer::Nic& nic : offers[p].nics) {
-          if (nic.provider != name) continue;
-          try {
-            queues[p][i]->connect(nic.address, address);
-          } catch (const Error& e) {
-            // The provider knows processes and queues; which rank it is, is known here.
-            throw Error(fmt::format("connection to rank {}", peer), e.what(),
-                        "a queue of that rank to connect to", "see that rank's own error");
-          }
+        try {
+          queues[p][i]->connect(nic_address(peer), address);
+        } catch (const Error& e) {
+          // The provider knows processes and queues; which rank it is, is known here.
+          throw Error(fmt::format("connection to rank {}", peer), e.what(),
+                      "a queue of that rank to connect to", "see that rank's own error");
         }
       }
     }

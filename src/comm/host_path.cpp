@@ -44,10 +44,9 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
   self.enter();
   HostTicket ticket;
   ticket.peer = peer;
-  queue::SendQueue* q = h.queue->send_queue();
   const bool fetches = queue::is_fetching(c.operation);
   if (fetches) {
-    ticket.status = queue::acquire_result(*q, self.view.scope, c.result_slot);
+    ticket.status = queue::acquire_result(h.results, self.view.scope, c.result_slot);
     if (ticket.status != Status::ok) return ticket;
     ticket.slot = c.result_slot;
   }
@@ -66,7 +65,7 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
     return posted;
   });
   // An atomic is one WQE: what is not posted writes to no slot.
-  if (fetches && ticket.status != Status::ok) queue::release_result(*q, ticket.slot);
+  if (fetches && ticket.status != Status::ok) queue::release_result(h.results, ticket.slot);
   return ticket;
 }
 
@@ -89,9 +88,9 @@ Status Comm::wait(const HostTicket& ticket) {
 Status Comm::wait(const HostTicket& ticket, std::uint64_t& value) {
   const Status status = wait(ticket);
   if (status != Status::ok || ticket.peer < 0) return status;
-  queue::SendQueue* q = self_->host[static_cast<std::size_t>(ticket.peer)].queue->send_queue();
-  value = q->results[ticket.slot];
-  queue::release_result(*q, ticket.slot);
+  HostQueue& h = self_->host[static_cast<std::size_t>(ticket.peer)];
+  value = h.queue->results()[ticket.slot];
+  queue::release_result(h.results, ticket.slot);
   return status;
 }
 

@@ -20,28 +20,23 @@
 #include "path/choose.hpp"
 #include "path/proxy.hpp"
 #include "provider/provider.hpp"
+#include "provider/yielding_lock.hpp"
 
 namespace belfry {
 
-// A lock that others wait for by yielding, and that a poller, which must not wait, only tries.
-class YieldingLock {
- public:
-  bool try_lock() {
-    std::uint32_t unlocked = 0;
-    return compare_exchange<Order::acquire, Scope::system>(&held_, unlocked, 1u);
-  }
-  void lock() {
-    while (!try_lock()) simt::yield();
-  }
-  void unlock() { store<Order::release, Scope::system>(&held_, 0u); }
-
- private:
-  std::uint32_t held_ = 0;
+// Who uses which of a queue's results, as acquire_result() wants it; the queue need not be one in
+// memory.
+struct ResultSlots {
+  std::vector<std::uint32_t> busy;
+  std::uint32_t* result_busy = nullptr;
+  std::uint32_t result_slots = 0;
+  std::int32_t peer = -1;
 };
 
 // A queue that the CPU posts to for the host path.
 struct HostQueue {
   std::unique_ptr<provider::Queue> queue;
+  ResultSlots results;
   std::optional<std::uint64_t> last;  // completes everything posted so far
   YieldingLock lock;                  // held for one post or poll; pollers only try it
   YieldingLock order;                 // held for one whole operation
@@ -108,9 +103,13 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
 
   void create();
   void agree_on_configuration();
-  void open_providers();
+  void find_providers();
   void make_control_memory();
   void choose_paths();
+  void open_providers();
+  void test_connections();
+  void give_way_in_tests(bool all);
+  Error connection_error(const std::string& thing, int peer, std::string found);
   void make_tables();
   void make_gpu_tables();
   void copy_window_to_gpu(std::uint32_t id);
@@ -124,6 +123,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void connect_queues();
   void connect_to_peers(const std::vector<std::vector<provider::Queue*>>& queues);
   static std::size_t factory_index(const std::string& provider);  // their number: none such
+  static void check_provider(const char* where, const std::string& name);
   provider::Provider& provider_of(int peer);
 
   // Collective: registers, exchanges, maps.
@@ -171,7 +171,9 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   std::vector<std::unique_ptr<provider::Provider>> providers;  // by factory; null: not here
   std::unique_ptr<OnGpu> gpu;
   memory::SharedSegment control;
-  std::uint32_t words = 0;  // signals in `control`; the ranks' presence follows them
+  // Signals in `control`: of users, of barriers, and one of each rank for its connections' tests.
+  // The ranks' presence follows them, then two words of each rank for those tests.
+  std::uint32_t words = 0;
   // The peers' `control`, by peer: null where it cannot be mapped.
   std::vector<std::shared_ptr<memory::Mapping>> peer_controls;
   std::vector<bool> reachable;

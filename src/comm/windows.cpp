@@ -193,6 +193,12 @@ void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
   // failure is there still a command that names it. The poller never waits, so this is short.
   fence<Order::seq_cst, Scope::system>();
   while (load<Order::acquire, Scope::system>(&posting) != 0) std::this_thread::yield();
+  // Who fails or aborts waits for nobody, and this memory may be freed next.
+  if (interrupted(view.scope) != Status::ok) {
+    for (const auto& p : providers) {
+      if (p != nullptr) p->halt();
+    }
+  }
   for (int peer = 0; peer < ranks; ++peer) {
     const path::Choice& choice = choices[static_cast<std::size_t>(peer)];
     if (choice.nic != Path::none && provider_of(peer).needs_mappings()) forget_import(id, peer);

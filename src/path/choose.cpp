@@ -7,6 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "belfry/status.hpp"
+#include "provider/provider.hpp"
 
 namespace belfry::path {
 namespace {
@@ -18,21 +19,30 @@ const Offer::Nic* find(const Offer& offer, const std::string& provider) {
   return nullptr;
 }
 
-// The first provider of the lower rank's preference that both have and `fits` accepts.
+// The first provider of the lower rank's preference that both have, that reaches from one to the
+// other, and that `fits` accepts. `apart` gets a line for each that both have and that does not.
 template <class Fits>
-std::string common(const Offer& a, const Offer& b, const Wish& wish, Fits fits) {
+std::string common(const Offer& a, const Offer& b, const Wish& wish, Fits fits,
+                   std::vector<std::string>& apart) {
   for (const Offer::Nic& nic : a.nics) {
     const Offer::Nic* other = find(b, nic.provider);
     if (other == nullptr || (!wish.provider.empty() && nic.provider != wish.provider)) continue;
-    if (fits(nic) && fits(*other)) return nic.provider;
+    if (!fits(nic) || !fits(*other)) continue;
+    const provider::Factory* factory = provider::find_factory(nic.provider);
+    const std::string why = factory == nullptr ? "this build does not know it"
+                                               : factory->differs(nic.identity, other->identity);
+    if (why.empty()) return nic.provider;
+    apart.push_back(fmt::format("{} is on both, but {}", nic.provider, why));
   }
   return {};
 }
 
-std::string names(const Offer& offer) {
+std::string names(const Offer& offer, int rank) {
   std::string list;
   for (const Offer::Nic& nic : offer.nics) list += (list.empty() ? "" : ", ") + nic.provider;
-  return list.empty() ? "none" : list;
+  std::string text = fmt::format("providers {} on rank {}", list.empty() ? "none" : list, rank);
+  if (!offer.lacking.empty()) text += fmt::format(" ({})", fmt::join(offer.lacking, "; "));
+  return text;
 }
 
 }  // namespace
@@ -69,11 +79,13 @@ Choice choose(const std::vector<Offer>& offers, int a, int b, const Wish& wish) 
   const auto any = [](const Offer::Nic&) { return true; };
   const auto drivable = [](const Offer::Nic& nic) { return nic.device_queues; };
   const bool needs_drivable = wish.path == Path::direct || wish.path == Path::triggered;
-  choice.provider = common(first, second, wish, drivable);
+  std::vector<std::string> apart;
+  choice.provider = common(first, second, wish, drivable, apart);
   if (!choice.provider.empty()) {
     choice.nic = wish.path == Path::none || wish.path == Path::lsa ? Path::direct : wish.path;
   } else if (!needs_drivable) {
-    choice.provider = common(first, second, wish, any);
+    apart.clear();
+    choice.provider = common(first, second, wish, any, apart);
     if (!choice.provider.empty()) {
       choice.nic = wish.path == Path::none || wish.path == Path::lsa ? Path::proxy : wish.path;
     }
@@ -87,10 +99,11 @@ Choice choose(const std::vector<Offer>& offers, int a, int b, const Wish& wish) 
     throw Error(
         fmt::format("path {} between {}", wish.path == Path::none ? "any" : to_string(wish.path),
                     pair),
-        fmt::format("providers {} on rank {}, {} on rank {}", names(first), a, names(second), b),
+        fmt::format("{}, {}{}{}", names(first, a), names(second, b), apart.empty() ? "" : "; ",
+                    fmt::join(apart, "; ")),
         wish.provider.empty()
             ? std::string(needs_drivable ? "a common provider whose queues a GPU can drive"
-                                         : "a common provider")
+                                         : "a common provider that reaches from one to the other")
             : "provider " + wish.provider + " on both",
         needs_drivable
             ? "use provider soft or mlx5 on both, or BELFRY_PATH=proxy, which any NIC can do"
@@ -110,17 +123,34 @@ Choice choose(const std::vector<Offer>& offers, int a, int b, const Wish& wish) 
   return choice;
 }
 
+namespace {
+
+std::vector<int> numbers(const std::vector<std::byte>& bytes) {
+  std::vector<int> list;
+  for (const std::byte b : bytes) list.push_back(std::to_integer<int>(b));
+  return list;
+}
+
+std::vector<std::byte> bytes_of(const nlohmann::json& list) {
+  std::vector<std::byte> bytes;
+  for (const int b : list.get<std::vector<int>>()) bytes.push_back(static_cast<std::byte>(b));
+  return bytes;
+}
+
+}  // namespace
+
 std::vector<std::byte> encode(const Offer& offer) {
   nlohmann::json json;
   json["host"] = offer.host;
   json["load_store"] = offer.load_store;
   json["reachable"] = offer.reachable;
+  json["lacking"] = offer.lacking;
   json["nics"] = nlohmann::json::array();
   for (const Offer::Nic& nic : offer.nics) {
-    std::vector<int> address;
-    for (const std::byte b : nic.address) address.push_back(std::to_integer<int>(b));
-    json["nics"].push_back(
-        {{"provider", nic.provider}, {"device_queues", nic.device_queues}, {"address", address}});
+    json["nics"].push_back({{"provider", nic.provider},
+                            {"device_queues", nic.device_queues},
+                            {"identity", numbers(nic.identity)},
+                            {"address", numbers(nic.address)}});
   }
   const std::vector<std::uint8_t> packed = nlohmann::json::to_cbor(json);
   std::vector<std::byte> bytes(packed.size());
@@ -136,13 +166,11 @@ Offer decode_offer(const std::vector<std::byte>& bytes) {
     offer.host = json.at("host").get<std::string>();
     offer.load_store = json.at("load_store").get<bool>();
     offer.reachable = json.at("reachable").get<std::vector<bool>>();
+    offer.lacking = json.at("lacking").get<std::vector<std::string>>();
     for (const auto& nic : json.at("nics")) {
-      Offer::Nic entry{
-          nic.at("provider").get<std::string>(), nic.at("device_queues").get<bool>(), {}};
-      for (const int b : nic.at("address").get<std::vector<int>>()) {
-        entry.address.push_back(static_cast<std::byte>(b));
-      }
-      offer.nics.push_back(std::move(entry));
+      offer.nics.push_back({nic.at("provider").get<std::string>(),
+                            nic.at("device_queues").get<bool>(), bytes_of(nic.at("identity")),
+                            bytes_of(nic.at("address"))});
     }
     return offer;
   } catch (const nlohmann::json::exception& e) {

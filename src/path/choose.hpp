@@ -15,11 +15,14 @@ struct Offer {
   struct Nic {
     std::string provider;
     bool device_queues = false;
-    std::vector<std::byte> address;
+    std::vector<std::byte> identity;  // by which it is told who reaches it
+    std::vector<std::byte> address;   // once it is open
   };
   std::string host;
   bool load_store = false;      // offers its windows for loads and stores
   std::vector<Nic> nics;        // the preferred first
+  // What else was looked for here, and why it is not among them; for messages.
+  std::vector<std::string> lacking;
   std::vector<bool> reachable;  // by rank: its memory could be mapped here
 };
 
@@ -37,7 +40,8 @@ struct Choice {
 };
 
 // The choice for ranks `a` and `b`, the same from either side. Throws belfry::Error that names
-// the pair, what is missing and how to get it, when the wish cannot be met or nothing is common.
+// the pair, what is missing and how to get it, when the wish cannot be met, nothing is common, or
+// what is common does not reach from one to the other.
 Choice choose(const std::vector<Offer>& offers, int a, int b, const Wish& wish);
 
 // "direct" -> Path::direct; throws belfry::Error that lists the names.

@@ -2,12 +2,14 @@
 // others drive its queues hands out a send queue in memory; one that does not posts by a call.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <vector>
 
 #include "belfry/device/post.hpp"
@@ -39,12 +41,14 @@ struct QueueConfig {
   post::Source sources = post::Source::at_posting;
   std::uint64_t* counters = nullptr;  // what counter_inc bumps
   ErrorRecord* error = nullptr;
+  const std::uint32_t* abort = nullptr;  // non-zero: what fails now is no news any more
 };
 
-// How far a queue is, in blocks.
+// How far a queue is, in blocks, or in entries where it has none.
 struct QueueState {
   std::uint32_t qpn = 0;
   std::uint64_t reserved = 0, ready = 0, rung = 0, completed = 0;
+  std::uint64_t rings = 0;  // of a queue that is posted to by calls: announcements to the NIC
 };
 
 // One connection to one peer. The calls that post and poll are for the CPU and never wait; one
@@ -91,6 +95,9 @@ struct Options {
   std::uint64_t seed = 1;
   bool strict = true;
   bool trace = false;
+  // For providers that watch over their connections: one with something under way from which
+  // nothing has come for so long is lost.
+  std::chrono::nanoseconds patience = std::chrono::seconds(20);
   std::int32_t gpu = -1;   // whose memory it must reach; -1: the host's
   std::uint32_t ctas = 4;  // of SoftNIC's kernel there
   softnic::Faults faults;
@@ -110,6 +117,13 @@ class Provider {
   virtual Registration register_memory(void* address, std::size_t bytes,
                                        const memory::SharedSegment* segment, bool ordered) = 0;
   virtual void deregister(std::uint32_t lkey) = 0;
+  // After a failure, before memory goes: nothing of this rank moves any more, and nothing of a peer
+  // is taken in. For good.
+  virtual void halt() {}
+  // True when a setting may keep a queue from working that was connected without an error.
+  virtual bool tests_connections() const { return false; }
+  // How a peer's device is set up differently, for the message when such a test fails.
+  virtual std::string differing_settings(const Blob& /*peer*/) const { return {}; }
   // True when peers' registrations must be mapped into this process for it to reach them.
   virtual bool needs_mappings() const { return false; }
   // A peer's registration as this process sees it, before anything is posted to it; and no more.
@@ -131,7 +145,16 @@ struct Factory {
   // Empty when it can work here; else what is missing and how to get it.
   std::string (*probe)();
   std::unique_ptr<Provider> (*open)(const Options& options);
+  // The rest only where probe() finds nothing missing. The device that open() would take, for
+  // people; and what other ranks must know of it to tell whether they reach it.
+  std::string (*device)();
+  Blob (*identify)();
+  // Empty when devices of these two identities reach each other; else why not.
+  std::string (*differs)(const Blob& a, const Blob& b);
 };
+
+// By its name; nullptr: there is none.
+const Factory* find_factory(std::string_view name);
 
 // All providers, the preferred first. A new one adds its file and its line in registry.cpp.
 std::span<const Factory> factories();

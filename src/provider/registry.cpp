@@ -1,25 +1,64 @@
 // The list of providers, the preferred first.
 #include "provider/registry.hpp"
 
+#include <algorithm>
 #include <array>
 
 namespace belfry::provider {
 namespace {
 
-std::string not_built() { return "not part of this build; the soft provider stands in for it"; }
-std::unique_ptr<Provider> none(const Options&) { return nullptr; }
+constexpr Factory absent(const char* name, const char* what, bool device_queues,
+                         std::string (*why)()) {
+  return {name,
+          what,
+          device_queues,
+          false,
+          why,
+          [](const Options&) -> std::unique_ptr<Provider> { return nullptr; },
+          [] { return std::string(); },
+          [] { return Blob(); },
+          [](const Blob&, const Blob&) { return std::string("not part of this build"); }};
+}
 
 }  // namespace
 
 std::span<const Factory> factories() {
   static const std::array<Factory, 4> list{{
-      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, false, not_built, none},
-      {"verbs", "libibverbs: any RDMA NIC", false, false, not_built, none},
-      {"fabric", "libfabric: EFA, tcp, shm", false, false, not_built, none},
+      absent(
+          "mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true,
+          [] { return std::string("not part of this build; the soft provider stands in for it"); }),
+#if BELFRY_WITH_VERBS
+      {"verbs", "libibverbs: any RDMA NIC", false, false, probe_verbs, open_verbs, describe_verbs,
+       identify_verbs, verbs_differs},
+#else
+      absent("verbs", "libibverbs: any RDMA NIC", false,
+             [] {
+               return std::string(
+                   "not part of this build: install libibverbs-dev and configure again");
+             }),
+#endif
+#if BELFRY_WITH_FABRIC
+      {"fabric", "libfabric: EFA, tcp, shm", false, false, probe_fabric, open_fabric,
+       describe_fabric, identify_fabric, fabric_differs},
+#else
+      absent("fabric", "libfabric: EFA, tcp, shm", false,
+             [] {
+               return std::string(
+                   "not part of this build: install libfabric-dev (1.17 or later) and configure "
+                   "again");
+             }),
+#endif
       {"soft", "SoftNIC: a NIC in software, between processes of one host", true,
-       BELFRY_WITH_CUDA != 0, probe_soft, open_soft},
+       BELFRY_WITH_CUDA != 0, probe_soft, open_soft, describe_soft, identify_soft, soft_differs},
   }};
   return list;
+}
+
+const Factory* find_factory(std::string_view name) {
+  const std::span<const Factory> list = factories();
+  const auto found =
+      std::find_if(list.begin(), list.end(), [&](const Factory& f) { return f.name == name; });
+  return found == list.end() ? nullptr : &*found;
 }
 
 }  // namespace belfry::provider

@@ -1,4 +1,4 @@
-// The providers' entry points, one pair each.
+// The providers' entry points, a few each.
 #pragma once
 
 #include "provider/provider.hpp"
@@ -7,7 +7,24 @@ namespace belfry::provider {
 
 std::string probe_soft();
 std::unique_ptr<Provider> open_soft(const Options& options);
+std::string describe_soft();
+Blob identify_soft();
+std::string soft_differs(const Blob& a, const Blob& b);
 // SoftNIC as a kernel of options.gpu; only in a build with CUDA.
 std::unique_ptr<Provider> open_soft_on_gpu(const Options& options);
+
+// Only in a build with libfabric.
+std::string probe_fabric();
+std::unique_ptr<Provider> open_fabric(const Options& options);
+std::string describe_fabric();
+Blob identify_fabric();
+std::string fabric_differs(const Blob& a, const Blob& b);
+
+// Only in a build with libibverbs.
+std::string probe_verbs();
+std::unique_ptr<Provider> open_verbs(const Options& options);
+std::string describe_verbs();
+Blob identify_verbs();
+std::string verbs_differs(const Blob& a, const Blob& b);
 
 }  // namespace belfry::provider

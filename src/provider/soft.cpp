@@ -6,6 +6,7 @@
 
 #include "belfry/simt.hpp"
 #include "provider/blob.hpp"
+#include "provider/machine.hpp"
 #include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
 #include "provider/soft_queue.hpp"
@@ -106,6 +107,14 @@ class SoftProvider final : public Provider {
 }  // namespace
 
 std::string probe_soft() { return {}; }
+
+std::string describe_soft() { return "a NIC in software"; }
+
+Blob identify_soft() { return blob_of(machine_id()); }
+
+std::string soft_differs(const Blob& a, const Blob& b) {
+  return a == b ? "" : "it stays within one machine and PID namespace, and they are on two";
+}
 
 std::unique_ptr<Provider> open_soft(const Options& options) {
 #if BELFRY_WITH_CUDA

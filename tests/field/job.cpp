@@ -286,29 +286,98 @@ TEST(F21, a_rank_that_fails_at_any_step_of_creation_is_an_error_on_every_rank) {
   EXPECT_GT(survived, 5);
 }
 
+// What a job's ranks and its launcher print, and its exit code.
+std::pair<int, std::string> output_of(LaunchOptions options) {
+  int pipes[2];
+  EXPECT_EQ(pipe(pipes), 0);
+  options.timeout = std::chrono::seconds(60);
+  options.stdout_fd = options.stderr_fd = pipes[1];
+  const int code = run_ranks_as_processes(options);
+  close(pipes[1]);
+  std::string text;
+  char piece[512];
+  for (ssize_t n = 0; (n = read(pipes[0], piece, sizeof(piece))) > 0;) {
+    text.append(piece, static_cast<std::size_t>(n));
+  }
+  close(pipes[0]);
+  return {code, text};
+}
+
+// ---- F16 ----
+
+// Both ranks must say that it is the connection to the other, and what about it.
+void expect_refused(LaunchOptions options, const std::string& what) {
+  const auto [code, text] = output_of(std::move(options));
+  EXPECT_EQ(code, 3) << text;
+  for (const char* rank : {"rank 0, job 0", "rank 1, job 0"}) {
+    const std::size_t at = text.find(rank);
+    ASSERT_NE(at, std::string::npos) << text;
+    const std::string line = text.substr(at, text.find('\n', at) - at);
+    EXPECT_NE(line.find(what), std::string::npos) << line;
+  }
+}
+
+#if WITH_FABRIC
+TEST(F16, ranks_with_different_transports_of_libfabric_are_told_the_setting) {
+  LaunchOptions options;
+  options.ranks = 2;
+  options.environment = {{"BELFRY_PROVIDER", "fabric"}};
+  options.argv = {"sh", "-c",
+                  "[ $BELFRY_RANK = 1 ] && export BELFRY_FABRIC_PROVIDER=shm; "
+                  "exec " JOB_RANK " host cooperative"};
+  expect_refused(options, "tcp;ofi_rxm against shm (BELFRY_FABRIC_PROVIDER)");
+}
+#endif
+
+#if WITH_VERBS
+TEST(F16, ranks_with_different_settings_of_an_rdma_device_are_told_the_setting) {
+  LaunchOptions options;
+  options.environment = {{"BELFRY_PROVIDER", "verbs"}};
+  options.argv = {BELFRY_COMMAND,
+                  "softnic",
+                  "run",
+                  "--",
+                  BELFRY_COMMAND,
+                  "run",
+                  "-n",
+                  "2",
+                  "--",
+                  "sh",
+                  "-c",
+                  "[ $BELFRY_RANK = 1 ] && export BELFRY_VERBS_ATOMICS=0; "
+                  "exec " JOB_RANK " host cooperative"};
+  expect_refused(options, "BELFRY_VERBS_ATOMICS");
+}
+
+TEST(F16, a_connection_over_which_nothing_passes_is_an_error_at_creation) {
+  LaunchOptions options;
+  options.environment = {{"BELFRY_PROVIDER", "verbs"}};
+  options.argv = {BELFRY_COMMAND, "softnic", "run", "--drop", "1",      "--",    BELFRY_COMMAND,
+                  "run",          "-n",      "2",   "--",     JOB_RANK, "proxy", "cooperative"};
+  expect_refused(options, "transport retry counter exceeded");
+}
+#endif
+
 // ---- a peer that dies ----
 
 TEST(DeadPeer, a_rank_killed_in_the_middle_is_named_by_all_others_within_the_deadline) {
-  for (const char* path : {"lsa", "direct", "proxy"}) {
+  struct Way {
+    const char* path;
+    const char* provider;
+  };
+  std::vector<Way> ways{{"lsa", ""}, {"direct", ""}, {"proxy", "soft"}};
+#if WITH_FABRIC
+  ways.push_back({"proxy", "fabric"});
+#endif
+  for (const auto& [path, provider] : ways) {
     for (const char* victim : {"0", "1", "2"}) {
-      int pipes[2];
-      ASSERT_EQ(pipe(pipes), 0);
       LaunchOptions options;
       options.ranks = 3;
       options.argv = {DYING_RANK, victim};
-      options.environment = {{"BELFRY_PATH", path}};
-      options.timeout = std::chrono::seconds(60);
-      options.stdout_fd = options.stderr_fd = pipes[1];
+      options.environment = {{"BELFRY_PATH", path}, {"BELFRY_PROVIDER", provider}};
+      const auto [code, text] = output_of(options);
       // That of the rank whose end was seen first: the killed one's, or of one that was told.
-      const int code = run_ranks_as_processes(options);
       EXPECT_TRUE(code == 128 + SIGKILL || code == 3) << code << " " << path << " " << victim;
-      close(pipes[1]);
-      std::string text;
-      char piece[512];
-      for (ssize_t n = 0; (n = read(pipes[0], piece, sizeof(piece))) > 0;) {
-        text.append(piece, static_cast<std::size_t>(n));
-      }
-      close(pipes[0]);
       const std::string named = std::string("failed, rank ") + victim + " named";
       const std::size_t first = text.find(named);
       EXPECT_NE(first, std::string::npos) << path << ": " << text;

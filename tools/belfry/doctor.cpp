@@ -93,11 +93,15 @@ int doctor(const std::string& json) {
   for (const auto& factory : provider::factories()) {
     const std::string missing = factory.probe();
     std::printf("%-4s %-8s %s\n", missing.empty() ? "yes" : "no", factory.name, factory.what);
+    const std::string device = missing.empty() ? factory.device() : "";
+    if (!device.empty()) std::printf("     %-8s %s\n", "", device.c_str());
     if (!missing.empty()) std::printf("     %-8s -> %s\n", "", missing.c_str());
     any = any || missing.empty();
     drivable = drivable || (missing.empty() && factory.device_queues);
-    report["providers"].push_back(
-        {{"name", factory.name}, {"works", missing.empty()}, {"missing", missing}});
+    report["providers"].push_back({{"name", factory.name},
+                                   {"works", missing.empty()},
+                                   {"device", device},
+                                   {"missing", missing}});
   }
   std::printf("\npaths between two ranks on this host\n");
   const bool shared = findings[2].good;

@@ -196,12 +196,11 @@ BELFRY_HOST_DEVICE BELFRY_COLD Status report(ErrorRecord* record, queue::Operati
 // executes the WQE, for what is built before its source holds what is to be sent.
 enum class Source : bool { at_posting, by_nic };
 
-// The WQEs of one operation on one queue: how many, how large each is, and how each is built.
-class Sequence {
+// One operation as steps: the pieces of its data, then its signal.
+class Steps {
  public:
-  BELFRY_HOST_DEVICE Sequence(const queue::SendQueue& queue, const queue::Command& command,
-                              const Resolved& resolved, Source source = Source::at_posting)
-      : queue_(queue), c_(command), r_(resolved), source_(source) {
+  BELFRY_HOST_DEVICE Steps(const queue::Command& command, const Resolved& resolved)
+      : c_(command), r_(resolved) {
     using queue::Operation;
     switch (c_.operation) {
       case Operation::put:
@@ -230,9 +229,53 @@ class Sequence {
   }
 
   BELFRY_HOST_DEVICE std::uint64_t size() const { return total_; }
+  BELFRY_HOST_DEVICE std::uint64_t data() const { return data_; }
+
+  struct Piece {
+    queue::RemoteBuffer remote;
+    queue::LocalBuffer local;
+    std::uint32_t bytes;
+  };
+  // The i-th piece of a put, put_2d or get; i below data().
+  BELFRY_HOST_DEVICE Piece piece(std::uint64_t i) const {
+    std::uint64_t bytes = c_.bytes;
+    std::uint64_t dst_skip = 0, src_skip = 0;
+    if (c_.operation == queue::Operation::put_2d) {
+      if (flat_) {
+        bytes = c_.bytes * c_.rows;
+      } else {
+        const std::uint64_t row = i / pieces_;
+        i %= pieces_;
+        dst_skip = row * c_.dst_pitch;
+        src_skip = row * c_.src_pitch;
+      }
+    }
+    const std::uint64_t begin = i * max_piece;
+    return {{r_.remote.address + dst_skip + begin, r_.remote.rkey},
+            {r_.local.address + src_skip + begin, r_.local.lkey},
+            static_cast<std::uint32_t>(bytes - begin < max_piece ? bytes - begin : max_piece)};
+  }
+
+ private:
+  const queue::Command& c_;
+  const Resolved& r_;
+  std::uint64_t data_ = 0;
+  std::uint64_t total_ = 0;
+  std::uint64_t pieces_ = 1;
+  bool flat_ = false;
+};
+
+// The WQEs of one operation on one queue: how many, how large each is, and how each is built.
+class Sequence {
+ public:
+  BELFRY_HOST_DEVICE Sequence(const queue::SendQueue& queue, const queue::Command& command,
+                              const Resolved& resolved, Source source = Source::at_posting)
+      : queue_(queue), c_(command), r_(resolved), source_(source), steps_(command, resolved) {}
+
+  BELFRY_HOST_DEVICE std::uint64_t size() const { return steps_.size(); }
 
   BELFRY_HOST_DEVICE std::uint32_t blocks(std::uint64_t i) const {
-    if (i >= data_) return 1;
+    if (i >= steps_.data()) return 1;
     if (c_.operation == queue::Operation::swap) return queue::swap_blocks;
     if (c_.operation == queue::Operation::put_packet) {
       return queue::inline_blocks(static_cast<std::uint32_t>(c_.bytes));
@@ -243,19 +286,11 @@ class Sequence {
   BELFRY_HOST_DEVICE void build(std::uint64_t i, std::uint64_t index,
                                 queue::Signalled signalled) const {
     using queue::Operation;
-    if (i >= data_) return build_tail(index, signalled);
+    if (i >= steps_.data()) return build_tail(index, signalled);
     switch (c_.operation) {
       case Operation::put:
-      case Operation::get: build_piece(index, c_.bytes, i, 0, 0, signalled); break;
-      case Operation::put_2d:
-        if (flat_) {
-          build_piece(index, c_.bytes * c_.rows, i, 0, 0, signalled);
-        } else {
-          const std::uint64_t row = i / pieces_;
-          build_piece(index, c_.bytes, i % pieces_, row * c_.dst_pitch, row * c_.src_pitch,
-                      signalled);
-        }
-        break;
+      case Operation::get:
+      case Operation::put_2d: build_piece(index, steps_.piece(i), signalled); break;
       case Operation::put_value:
         queue::build_write_inline(queue_, index, r_.remote, static_cast<std::uint32_t>(c_.bytes),
                                   signalled, [&](std::uint32_t word) {
@@ -291,24 +326,18 @@ class Sequence {
     return queue::result_buffer(queue_, c_.result_slot);
   }
 
-  BELFRY_HOST_DEVICE void build_piece(std::uint64_t index, std::uint64_t bytes, std::uint64_t piece,
-                                      std::uint64_t dst_skip, std::uint64_t src_skip,
+  BELFRY_HOST_DEVICE void build_piece(std::uint64_t index, const Steps::Piece& piece,
                                       queue::Signalled signalled) const {
-    const std::uint64_t begin = piece * max_piece;
-    const auto length =
-        static_cast<std::uint32_t>(bytes - begin < max_piece ? bytes - begin : max_piece);
-    const queue::RemoteBuffer remote{r_.remote.address + dst_skip + begin, r_.remote.rkey};
-    const queue::LocalBuffer local{r_.local.address + src_skip + begin, r_.local.lkey};
-    const auto* source = reinterpret_cast<const std::uint32_t*>(local.address);
+    const auto* source = reinterpret_cast<const std::uint32_t*>(piece.local.address);
     if (c_.operation != queue::Operation::get && source_ == Source::at_posting &&
-        length <= one_block_inline && length % 4 == 0 && local.address % 4 == 0) {
-      queue::build_write_inline(queue_, index, remote, length, signalled,
+        piece.bytes <= one_block_inline && piece.bytes % 4 == 0 && piece.local.address % 4 == 0) {
+      queue::build_write_inline(queue_, index, piece.remote, piece.bytes, signalled,
                                 [source](std::uint32_t word) { return source[word]; });
     } else {
       queue::build_transfer(queue_, index,
                             c_.operation == queue::Operation::get ? mlx5::Opcode::rdma_read
                                                                   : mlx5::Opcode::rdma_write,
-                            remote, local, length, signalled);
+                            piece.remote, piece.local, piece.bytes, signalled);
     }
   }
 
@@ -331,10 +360,7 @@ class Sequence {
   const queue::Command& c_;
   const Resolved& r_;
   Source source_;
-  std::uint64_t data_ = 0;
-  std::uint64_t total_ = 0;
-  std::uint64_t pieces_ = 1;
-  bool flat_ = false;
+  Steps steps_;
 };
 
 // When a batch rings: at its end, not at every operation.

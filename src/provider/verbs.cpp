@@ -1,0 +1,816 @@
+// Provider `verbs`: reliable connections of any RDMA NIC through libibverbs, for the paths on which
+// a CPU posts. A batch is one chain of work requests of which the last is signalled. Where the
+// device has atomics, signals and atomics are its own; elsewhere the receiver's CPU applies them.
+#include <fcntl.h>
+#include <fmt/format.h>
+#include <infiniband/verbs.h>
+
+#include <algorithm>
+#include <array>
+#include <cerrno>
+#include <charconv>
+#include <cstdlib>
+#include <cstring>
+#include <fstream>
+#include <memory>
+#include <mutex>
+#include <utility>
+
+#include "provider/blob.hpp"
+#include "provider/library_queue.hpp"
+#include "provider/registry.hpp"
+
+namespace belfry::provider {
+namespace verbs {
+namespace {
+
+// Per queue: messages that arrive while nobody looks, and answers on their way.
+constexpr std::uint32_t receive_slots = 64;
+constexpr std::uint32_t answer_slots = 16;
+constexpr int completions_per_poll = 32;
+constexpr std::uint64_t answer_mark = 1ull << 63;
+constexpr std::uint64_t receive_mark = 1ull << 62;
+constexpr std::uint64_t slot_mask = 0xffff;
+
+template <class T, int (*close)(T*)>
+struct Closer {
+  void operator()(T* object) const { close(object); }
+};
+using Context = std::unique_ptr<ibv_context, Closer<ibv_context, ibv_close_device>>;
+using Domain = std::unique_ptr<ibv_pd, Closer<ibv_pd, ibv_dealloc_pd>>;
+using Completions = std::unique_ptr<ibv_cq, Closer<ibv_cq, ibv_destroy_cq>>;
+using Pair = std::unique_ptr<ibv_qp, Closer<ibv_qp, ibv_destroy_qp>>;
+using Memory = std::unique_ptr<ibv_mr, Closer<ibv_mr, ibv_dereg_mr>>;
+
+[[noreturn]] void refuse_call(const char* call, int error, const std::string& remedy) {
+  throw Error(fmt::format("provider verbs, {}", call), std::strerror(error), "success", remedy);
+}
+
+// ---- settings ----
+
+// A number from the environment; throws belfry::Error that names it and its bounds.
+unsigned setting(const char* name, unsigned otherwise, unsigned most) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return otherwise;
+  unsigned value = 0;
+  const char* end = text + std::strlen(text);
+  const auto [at, error] = std::from_chars(text, end, value);
+  if (error == std::errc() && at == end && value <= most) return value;
+  throw Error(fmt::format("environment variable {}", name), fmt::format("'{}'", text),
+              fmt::format("a number up to {}", most), "correct it, or unset it");
+}
+
+struct Settings {
+  unsigned service_level = setting("BELFRY_VERBS_SERVICE_LEVEL", 0, 15);
+  unsigned traffic_class = setting("BELFRY_VERBS_TRAFFIC_CLASS", 0, 255);
+  unsigned pkey_index = setting("BELFRY_VERBS_PKEY_INDEX", 0, 0xffff);
+  // 4.096 us * 2^timeout, so many times; 7 retries are without end on some devices.
+  unsigned timeout = setting("BELFRY_VERBS_TIMEOUT", 14, 31);
+  unsigned retries = setting("BELFRY_VERBS_RETRIES", 6, 7);
+};
+
+// ---- choosing a device, its port and its GID ----
+
+enum class GidKind : std::uint32_t { infiniband, roce_v1, roce_v2 };
+
+const char* to_string(GidKind kind) {
+  switch (kind) {
+    case GidKind::infiniband: return "InfiniBand";
+    case GidKind::roce_v1: return "RoCE v1";
+    case GidKind::roce_v2: return "RoCE v2";
+  }
+  return "unknown";
+}
+
+// How good a GID is for RoCE: version 2 is routed, and an IPv4 address needs no scope.
+int worth_of(GidKind kind, const ibv_gid& gid) {
+  if (std::all_of(std::begin(gid.raw), std::end(gid.raw), [](auto b) { return b == 0; })) return -1;
+  if (kind == GidKind::infiniband) return 10;
+  constexpr std::array<std::uint8_t, 12> mapped{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
+  const bool ipv4 = std::equal(mapped.begin(), mapped.end(), gid.raw);
+  const bool link_local = gid.raw[0] == 0xfe && (gid.raw[1] & 0xc0) == 0x80;
+  return (kind == GidKind::roce_v2 ? 4 : 0) + (ipv4 ? 2 : link_local ? 0 : 1);
+}
+
+struct Port {
+  std::string device;
+  std::uint8_t number = 1;
+  ibv_port_attr attributes{};
+  int gid_index = -1;
+  ibv_gid gid{};
+  GidKind kind = GidKind::infiniband;
+  std::string lacking;  // why it cannot be used
+
+  std::string name() const { return fmt::format("{}:{}", device, number); }
+};
+
+GidKind kind_of(const Port& port, int index) {
+  if (port.attributes.link_layer != IBV_LINK_LAYER_ETHERNET) return GidKind::infiniband;
+  std::string type;
+  std::getline(std::ifstream(fmt::format("/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{}",
+                                         port.device, port.number, index)),
+               type);
+  return type.starts_with("RoCE v2") ? GidKind::roce_v2 : GidKind::roce_v1;
+}
+
+void choose_gid(ibv_context* context, Port& port) {
+  const unsigned wanted = setting("BELFRY_VERBS_GID_INDEX", ~0u, 0xffff);
+  int best = -1;
+  for (int i = 0; i < port.attributes.gid_tbl_len; ++i) {
+    if (wanted != ~0u && static_cast<int>(wanted) != i) continue;
+    ibv_gid gid{};
+    ibv_gid_entry entry{};
+    GidKind kind = GidKind::infiniband;
+    if (ibv_query_gid_ex(context, port.number, static_cast<std::uint32_t>(i), &entry, 0) == 0) {
+      gid = entry.gid;
+      kind = entry.gid_type == IBV_GID_TYPE_ROCE_V2   ? GidKind::roce_v2
+             : entry.gid_type == IBV_GID_TYPE_ROCE_V1 ? GidKind::roce_v1
+                                                      : GidKind::infiniband;
+    } else if (ibv_query_gid(context, port.number, i, &gid) == 0) {
+      kind = kind_of(port, i);
+    } else {
+      continue;
+    }
+    const int worth = worth_of(kind, gid);
+    if (worth <= best) continue;
+    best = worth;
+    port.gid_index = i;
+    port.gid = gid;
+    port.kind = kind;
+    if (kind == GidKind::infiniband && wanted == ~0u) break;  // the first is the port's own
+  }
+  if (port.gid_index < 0) {
+    port.lacking = fmt::format(
+        "{} has no GID{}; {}", port.name(),
+        wanted == ~0u ? "" : fmt::format(" of index {}", wanted),
+        wanted == ~0u ? "give its network interface an address" : "correct BELFRY_VERBS_GID_INDEX");
+  }
+}
+
+Port look_at(ibv_context* context, std::uint8_t number) {
+  Port port;
+  port.device = ibv_get_device_name(context->device);
+  port.number = number;
+  if (const int error = ibv_query_port(context, number, &port.attributes); error != 0) {
+    port.lacking = fmt::format("{}: {}", port.name(), std::strerror(error));
+  } else if (port.attributes.state != IBV_PORT_ACTIVE) {
+    port.lacking = fmt::format("port {} is {}; bring its link up", port.name(),
+                               ibv_port_state_str(port.attributes.state));
+  } else {
+    choose_gid(context, port);
+  }
+  return port;
+}
+
+// The first port that can be used, of all devices or of the one that is asked for, and its context.
+struct Found {
+  Context context;
+  Port port;
+  std::string lacking;
+};
+
+Found find_port() {
+  const char* text = std::getenv("BELFRY_VERBS_DEVICE");
+  const std::string wanted = text == nullptr ? "" : text;
+  const std::string wanted_device = wanted.substr(0, wanted.find(':'));
+  Found found;
+  int count = 0;
+  ibv_device** list = ibv_get_device_list(&count);
+  const std::unique_ptr<ibv_device*, void (*)(ibv_device**)> guard(list, ibv_free_device_list);
+  if (list == nullptr || count == 0) {
+    found.lacking =
+        "no RDMA device; load the NIC's kernel driver and ib_uverbs, install its "
+        "provider (ibverbs-providers), and see `ibv_devices`";
+    return found;
+  }
+  for (int i = 0; i < count; ++i) {
+    const std::string name = ibv_get_device_name(list[i]);
+    if (!wanted_device.empty() && name != wanted_device) continue;
+    Context context(ibv_open_device(list[i]));
+    if (context == nullptr) {
+      found.lacking = fmt::format(
+          "{} cannot be opened: {}; see the permissions of "
+          "/dev/infiniband/uverbs*",
+          name, std::strerror(errno));
+      continue;
+    }
+    ibv_device_attr attributes{};
+    if (ibv_query_device(context.get(), &attributes) != 0) continue;
+    for (std::uint8_t number = 1; number <= attributes.phys_port_cnt; ++number) {
+      if (wanted.size() > wanted_device.size() && wanted != fmt::format("{}:{}", name, number)) {
+        continue;
+      }
+      Port port = look_at(context.get(), number);
+      if (port.lacking.empty()) {
+        found.context = std::move(context);
+        found.port = std::move(port);
+        found.lacking.clear();
+        return found;
+      }
+      found.lacking = port.lacking;
+    }
+  }
+  if (found.lacking.empty()) {
+    found.lacking =
+        fmt::format("there is no {}; `ibv_devices` lists them (BELFRY_VERBS_DEVICE)", wanted);
+  }
+  return found;
+}
+
+// ---- what ranks tell each other ----
+
+struct VerbsIdentity {
+  GidKind kind = GidKind::infiniband;
+  std::uint32_t reserved = 0;
+  std::uint64_t subnet = 0;  // InfiniBand; else 0
+};
+
+VerbsIdentity identity_of(const Port& port) {
+  VerbsIdentity identity;
+  identity.kind = port.kind;
+  if (port.kind == GidKind::infiniband) identity.subnet = port.gid.global.subnet_prefix;
+  return identity;
+}
+
+std::string differing(const VerbsIdentity& a, const VerbsIdentity& b) {
+  if (a.kind != b.kind) {
+    return fmt::format("{} against {} (BELFRY_VERBS_DEVICE, BELFRY_VERBS_GID_INDEX)",
+                       to_string(a.kind), to_string(b.kind));
+  }
+  if (a.subnet != b.subnet) {
+    return fmt::format("InfiniBand subnet {:016x} against {:016x}", be64toh(a.subnet),
+                       be64toh(b.subnet));
+  }
+  return {};
+}
+
+struct VerbsAddress {
+  VerbsIdentity identity;
+  ibv_gid gid{};
+  std::uint16_t lid = 0;
+  std::uint16_t pkey = 0;
+  std::uint8_t mtu = 0;  // ibv_mtu
+  std::uint8_t service_level = 0;
+  std::uint8_t traffic_class = 0;
+  std::uint8_t responder_reads = 0;  // READs and atomics that it answers at once
+  std::uint8_t atomics = 0;
+  std::uint8_t reserved[7] = {};
+};
+
+unsigned mtu_bytes(std::uint8_t mtu) { return 128u << mtu; }
+
+struct QueueAddress {
+  std::uint32_t number = 0;
+  std::uint32_t token = 0;
+  std::uint32_t qpn = 0;
+  std::uint32_t psn = 0;
+};
+
+mlx5::Syndrome syndrome_of(ibv_wc_status status) {
+  switch (status) {
+    case IBV_WC_LOC_LEN_ERR: return mlx5::Syndrome::local_length;
+    case IBV_WC_LOC_QP_OP_ERR: return mlx5::Syndrome::local_qp_operation;
+    case IBV_WC_LOC_PROT_ERR: return mlx5::Syndrome::local_protection;
+    case IBV_WC_WR_FLUSH_ERR: return mlx5::Syndrome::flushed;
+    case IBV_WC_BAD_RESP_ERR: return mlx5::Syndrome::bad_response;
+    case IBV_WC_LOC_ACCESS_ERR: return mlx5::Syndrome::local_access;
+    case IBV_WC_REM_INV_REQ_ERR: return mlx5::Syndrome::remote_invalid_request;
+    case IBV_WC_REM_ACCESS_ERR: return mlx5::Syndrome::remote_access;
+    case IBV_WC_REM_OP_ERR: return mlx5::Syndrome::remote_operation;
+    case IBV_WC_RNR_RETRY_EXC_ERR: return mlx5::Syndrome::rnr_retry_exceeded;
+    case IBV_WC_REM_ABORT_ERR: return mlx5::Syndrome::remote_aborted;
+    default: return mlx5::Syndrome::retry_exceeded;
+  }
+}
+
+// ---- the device ----
+
+class VerbsQueue;
+
+class VerbsDevice final : public LibraryDevice {
+ public:
+  explicit VerbsDevice(const Config& config) : LibraryDevice(config) {
+    Found found = find_port();
+    if (!found.lacking.empty()) {
+      throw Error("provider verbs", found.lacking, "an RDMA device with an active port",
+                  "see `belfry doctor`");
+    }
+    context_ = std::move(found.context);
+    port_ = std::move(found.port);
+    if (ibv_query_device(context_.get(), &attributes_) != 0) {
+      refuse_call("ibv_query_device", errno, "see `ibv_devinfo`");
+    }
+    domain_.reset(ibv_alloc_pd(context_.get()));
+    if (domain_ == nullptr) refuse_call("ibv_alloc_pd", errno, "see `ibv_devinfo`");
+    // Its events are looked at, never waited for.
+    const int flags = ::fcntl(context_->async_fd, F_GETFL);
+    ::fcntl(context_->async_fd, F_SETFL, flags | O_NONBLOCK);
+  }
+
+  const Port& port() const { return port_; }
+  const Settings& settings() const { return settings_; }
+  const ibv_device_attr& attributes() const { return attributes_; }
+  ibv_context* context() const { return context_.get(); }
+  ibv_pd* domain() const { return domain_.get(); }
+  bool atomics() const {
+    return attributes_.atomic_cap != IBV_ATOMIC_NONE && attributes_.max_qp_rd_atom > 0 &&
+           setting("BELFRY_VERBS_ATOMICS", 1, 1) == 1;
+  }
+
+  std::string describe() const {
+    return fmt::format("{}, {}, MTU {}, {}", port_.name(), to_string(port_.kind),
+                       mtu_bytes(static_cast<std::uint8_t>(port_.attributes.active_mtu)),
+                       atomics() ? "its own atomics" : "atomics by the CPUs");
+  }
+
+  VerbsAddress address() const {
+    VerbsAddress a;
+    a.identity = identity_of(port_);
+    a.gid = port_.gid;
+    a.lid = port_.attributes.lid;
+    __be16 pkey = 0;
+    if (ibv_query_pkey(context_.get(), port_.number, static_cast<int>(settings_.pkey_index),
+                       &pkey) == 0) {
+      a.pkey = be16toh(pkey);
+    }
+    a.mtu = static_cast<std::uint8_t>(port_.attributes.active_mtu);
+    a.service_level = static_cast<std::uint8_t>(settings_.service_level);
+    a.traffic_class = static_cast<std::uint8_t>(settings_.traffic_class);
+    a.responder_reads = static_cast<std::uint8_t>(std::clamp(attributes_.max_qp_rd_atom, 0, 16));
+    a.atomics = atomics() ? 1 : 0;
+    return a;
+  }
+
+  Memory register_with(void* memory, std::size_t bytes, int access) const {
+    ibv_mr* mr = ibv_reg_mr(domain_.get(), memory, bytes, access);
+    if (mr == nullptr) {
+      refuse_call("ibv_reg_mr", errno,
+                  errno == ENOMEM ? "raise the limit of locked memory: ulimit -l unlimited"
+                                  : "see `belfry doctor`");
+    }
+    return Memory(mr);
+  }
+
+  Registration register_memory(void* memory, std::size_t bytes) {
+    int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+    if (atomics()) access |= IBV_ACCESS_REMOTE_ATOMIC;
+    Memory mr = register_with(memory, bytes, access);
+    const std::lock_guard guard(lock);
+    const Registration r{mr->lkey, mr->rkey, reinterpret_cast<std::uint64_t>(memory)};
+    regions[r.rkey] = {static_cast<std::byte*>(memory), bytes, r.address, mr.release()};
+    return r;
+  }
+
+  void deregister(std::uint32_t lkey) {
+    const std::lock_guard guard(lock);
+    const auto found = std::find_if(regions.begin(), regions.end(), [&](const auto& region) {
+      return static_cast<ibv_mr*>(region.second.handle)->lkey == lkey;
+    });
+    if (found == regions.end()) return;
+    ibv_dereg_mr(static_cast<ibv_mr*>(found->second.handle));
+    regions.erase(found);
+  }
+
+  bool closed() const { return closed_; }
+  void close();  // with the lock held
+
+  bool take_completions() override;
+  bool send_answer(LibraryQueue& queue, const Message& message) override;
+
+ private:
+  void take_events();
+
+  Settings settings_;
+  Context context_;
+  Port port_;
+  ibv_device_attr attributes_{};
+  Domain domain_;
+  bool closed_ = false;
+  std::uint32_t passes_ = 0;
+};
+
+// ---- one connection ----
+
+class VerbsQueue final : public LibraryQueue {
+ public:
+  VerbsQueue(const std::shared_ptr<VerbsDevice>& verbs, const QueueConfig& config)
+      : LibraryQueue(verbs, config,
+                     {.message_bytes = 0,
+                      .inline_bytes = message_payload,
+                      .ordered = true,
+                      .atomics = verbs->atomics()}),
+        verbs_(verbs) {
+    const auto depth = static_cast<std::uint32_t>(entries().size());
+    // Whatever is outstanding has room in the SQ, and its completion in the CQ.
+    const std::uint32_t sends = depth + answer_slots;
+    if (sends > static_cast<std::uint32_t>(verbs->attributes().max_qp_wr)) {
+      refuse_depth(sends);
+    }
+    cq_.reset(ibv_create_cq(verbs->context(), static_cast<int>(sends + receive_slots), nullptr,
+                            nullptr, 0));
+    if (cq_ == nullptr) refuse_call("ibv_create_cq", errno, "lower the option queue_depth");
+    ibv_qp_init_attr wanted{};
+    wanted.send_cq = wanted.recv_cq = cq_.get();
+    wanted.cap = {sends, receive_slots, 1, 1, sizeof(Message)};
+    wanted.qp_type = IBV_QPT_RC;
+    qp_.reset(ibv_create_qp(verbs->domain(), &wanted));
+    if (qp_ == nullptr) {
+      // Some devices carry nothing inline.
+      wanted.cap.max_inline_data = 0;
+      qp_.reset(ibv_create_qp(verbs->domain(), &wanted));
+    }
+    if (qp_ == nullptr) refuse_call("ibv_create_qp", errno, "lower the option queue_depth");
+    inline_ = wanted.cap.max_inline_data;
+    messages_.resize(depth + answer_slots + receive_slots);
+    messages_mr_ = verbs->register_with(messages_.data(), messages_.size() * sizeof(Message),
+                                        IBV_ACCESS_LOCAL_WRITE);
+    results_mr_ = verbs->register_with(results(), config.result_slots * sizeof(std::uint64_t),
+                                       IBV_ACCESS_LOCAL_WRITE);
+    batch_.resize(depth);
+    pieces_.resize(depth);
+    local_ = config.first_index;
+    join();
+  }
+
+  ~VerbsQueue() override { leave(); }
+
+  Blob address() const override { return blob_of(QueueAddress{number(), token(), qp_->qp_num, 0}); }
+
+  void connect(std::span<const std::byte> remote_device,
+               std::span<const std::byte> remote_queue) override;
+  bool post_receive(std::uint32_t slot);
+  bool send_answer(const Message& message);
+  bool take_completions();
+  void stop() {
+    ibv_qp_attr attributes{};
+    attributes.qp_state = IBV_QPS_ERR;
+    (void)ibv_modify_qp(qp_.get(), &attributes, IBV_QP_STATE);
+  }
+
+ private:
+  static bool loops(const Entry& e) {
+    return e.kind == Entry::Kind::atomic && e.operation == queue::Operation::swap;
+  }
+  [[noreturn]] void refuse_depth(std::uint32_t wanted) const {
+    throw Error(
+        "option queue_depth", fmt::format("{} work requests with its answers", wanted),
+        fmt::format("at most {} of {}", verbs_->attributes().max_qp_wr, verbs_->port().name()),
+        "lower the option");
+  }
+  // Of a work request's number, which lacks the bits of the marks.
+  std::uint64_t index_of(std::uint64_t wr_id) const {
+    return completed() + ((wr_id - completed()) & ~(answer_mark | receive_mark));
+  }
+  void modify(ibv_qp_attr& attributes, int mask, const char* state);
+  std::uint64_t issue(std::uint64_t first, std::uint64_t end) override;
+  void describe(std::uint64_t index, ibv_send_wr& request, ibv_sge& piece);
+  void take(const ibv_wc& wc);
+  void entries_done(std::uint64_t end);
+  void try_swaps();
+  Message& answer_slot(std::uint32_t i) { return messages_[entries().size() + i]; }
+  Message& receive_slot(std::uint32_t i) { return messages_[entries().size() + answer_slots + i]; }
+
+  std::shared_ptr<VerbsDevice> verbs_;
+  std::vector<Message> messages_;  // as posted; answers; received
+  Memory messages_mr_, results_mr_;
+  Completions cq_;
+  Pair qp_;
+  std::uint32_t inline_ = 0;
+  std::vector<ibv_send_wr> batch_;
+  std::vector<ibv_sge> pieces_;
+  std::uint64_t local_ = 0;           // the device is done with the entries below, but for swaps
+  std::vector<std::uint64_t> swaps_;  // to be tried again
+  std::uint32_t answers_ = 0;         // slots in use, a bit each
+  static_assert(answer_slots <= 32);
+};
+
+void VerbsQueue::modify(ibv_qp_attr& attributes, int mask, const char* state) {
+  if (const int error = ibv_modify_qp(qp_.get(), &attributes, mask); error != 0) {
+    refuse_call(fmt::format("queue pair to {}", state).c_str(), error,
+                "see `ibv_devinfo -v` on both hosts: GIDs, pkeys, link layer");
+  }
+}
+
+void VerbsQueue::connect(std::span<const std::byte> remote_device,
+                         std::span<const std::byte> remote_queue) {
+  const auto peer = value_of<VerbsAddress>(remote_device, "address of a peer's RDMA device");
+  const auto queue = value_of<QueueAddress>(remote_queue, "number of a peer's queue");
+  const VerbsAddress mine = verbs_->address();
+  if (mine.atomics != peer.atomics) {
+    throw Error("atomics of the RDMA devices",
+                fmt::format("{} here, {} there", mine.atomics != 0, peer.atomics != 0), "the same",
+                "set BELFRY_VERBS_ATOMICS=0 on every rank");
+  }
+  const Settings& s = verbs_->settings();
+  const Port& port = verbs_->port();
+  ibv_qp_attr a{};
+  a.qp_state = IBV_QPS_INIT;
+  a.pkey_index = static_cast<std::uint16_t>(s.pkey_index);
+  a.port_num = port.number;
+  a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
+  if (verbs_->atomics()) a.qp_access_flags |= IBV_ACCESS_REMOTE_ATOMIC;
+  modify(a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
+  {
+    const std::lock_guard guard(verbs_->lock);
+    for (std::uint32_t slot = 0; slot < receive_slots; ++slot) {
+      if (!post_receive(slot)) refuse_call("ibv_post_recv", errno, "see `ibv_devinfo -v`");
+    }
+    connect_to(queue.number, queue.token);
+  }
+  a = {};
+  a.qp_state = IBV_QPS_RTR;
+  a.path_mtu = static_cast<ibv_mtu>(std::min(mine.mtu, peer.mtu));
+  a.dest_qp_num = queue.qpn;
+  a.rq_psn = queue.psn;
+  a.max_dest_rd_atomic = mine.responder_reads;
+  a.min_rnr_timer = 12;
+  a.ah_attr.port_num = port.number;
+  a.ah_attr.sl = static_cast<std::uint8_t>(s.service_level);
+  a.ah_attr.dlid = peer.lid;
+  if (port.kind != GidKind::infiniband || (port.attributes.flags & IBV_QPF_GRH_REQUIRED) != 0) {
+    a.ah_attr.is_global = 1;
+    a.ah_attr.grh.dgid = peer.gid;
+    a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(port.gid_index);
+    a.ah_attr.grh.hop_limit = 64;
+    a.ah_attr.grh.traffic_class = static_cast<std::uint8_t>(s.traffic_class);
+  }
+  modify(a,
+         IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
+             IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
+         "RTR");
+  a = {};
+  a.qp_state = IBV_QPS_RTS;
+  a.timeout = static_cast<std::uint8_t>(s.timeout);
+  a.retry_cnt = static_cast<std::uint8_t>(s.retries);
+  a.rnr_retry = 7;  // without end: the peer's receive buffers come back when it looks
+  a.sq_psn = 0;
+  a.max_rd_atomic = std::min(mine.responder_reads, peer.responder_reads);
+  modify(a,
+         IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
+             IBV_QP_MAX_QP_RD_ATOMIC,
+         "RTS");
+}
+
+bool VerbsQueue::post_receive(std::uint32_t slot) {
+  ibv_sge piece{reinterpret_cast<std::uint64_t>(&receive_slot(slot)), sizeof(Message),
+                messages_mr_->lkey};
+  ibv_recv_wr request{};
+  request.wr_id = receive_mark | slot;
+  request.sg_list = &piece;
+  request.num_sge = 1;
+  ibv_recv_wr* bad = nullptr;
+  return ibv_post_recv(qp_.get(), &request, &bad) == 0;
+}
+
+// One entry as a work request, unsignalled and alone.
+void VerbsQueue::describe(std::uint64_t index, ibv_send_wr& request, ibv_sge& piece) {
+  Entry& e = entry(index);
+  request = {};
+  request.wr_id = index & ~(answer_mark | receive_mark);
+  request.sg_list = &piece;
+  request.num_sge = 1;
+  const auto carry = [&](const void* data, std::uint32_t bytes) {
+    // What rides inline is read now; the rest must stay until the device has read it.
+    if (bytes <= inline_) request.send_flags |= IBV_SEND_INLINE;
+    Message& kept = messages_[index & (entries().size() - 1)];
+    std::memcpy(&kept, data, bytes);
+    piece = {reinterpret_cast<std::uint64_t>(&kept), bytes, messages_mr_->lkey};
+  };
+  if (e.kind == Entry::Kind::message) {
+    request.opcode = IBV_WR_SEND;
+    return carry(&e.message, sizeof(Message));
+  }
+  if (e.kind == Entry::Kind::atomic) {
+    const bool adds = e.operation == queue::Operation::fetch_add;
+    request.opcode = adds ? IBV_WR_ATOMIC_FETCH_AND_ADD : IBV_WR_ATOMIC_CMP_AND_SWP;
+    request.wr.atomic.remote_addr = e.remote.address;
+    request.wr.atomic.rkey = e.remote.rkey;
+    request.wr.atomic.compare_add = adds ? e.message.payload[0] : e.message.payload[1];
+    request.wr.atomic.swap = adds ? 0 : e.message.payload[0];
+    piece = {reinterpret_cast<std::uint64_t>(results() + e.result_slot), 8, results_mr_->lkey};
+    return;
+  }
+  request.opcode = e.kind == Entry::Kind::read ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE;
+  request.wr.rdma.remote_addr = e.remote.address;
+  request.wr.rdma.rkey = e.remote.rkey;
+  if (e.carried) return carry(e.message.payload, e.bytes);
+  piece = {e.local_buffer.address, e.bytes, e.local_buffer.lkey};
+}
+
+std::uint64_t VerbsQueue::issue(std::uint64_t first, std::uint64_t end) {
+  if (verbs_->closed()) return 0;
+  std::size_t count = 0;
+  for (std::uint64_t i = first; i != end; ++i) {
+    if (entry(i).kind == Entry::Kind::nothing) continue;
+    describe(i, batch_[count], pieces_[count]);
+    if (count != 0) batch_[count - 1].next = &batch_[count];
+    // Whether a swap has to be tried again, its own completion says.
+    if (loops(entry(i))) batch_[count].send_flags |= IBV_SEND_SIGNALED;
+    ++count;
+  }
+  if (count == 0) return end - first;
+  batch_[count - 1].send_flags |= IBV_SEND_SIGNALED;
+  ibv_send_wr* bad = nullptr;
+  const int error = ibv_post_send(qp_.get(), batch_.data(), &bad);
+  if (error == 0) {
+    announced();
+    return end - first;
+  }
+  if (error == ENOMEM && bad == batch_.data()) return 0;  // no room now
+  // The ring was made large enough: a part that was taken cannot be, nor any other error.
+  fail(bad == nullptr ? first : index_of(bad->wr_id), mlx5::Syndrome::local_qp_operation,
+       static_cast<std::uint32_t>(error), fmt::format("ibv_post_send: {}", std::strerror(error)));
+  return 0;
+}
+
+bool VerbsQueue::send_answer(const Message& message) {
+  if (answers_ == (1ull << answer_slots) - 1) return false;
+  const auto slot = static_cast<std::uint32_t>(std::countr_one(answers_));
+  answer_slot(slot) = message;
+  ibv_sge piece{reinterpret_cast<std::uint64_t>(&answer_slot(slot)), sizeof(Message),
+                messages_mr_->lkey};
+  ibv_send_wr request{};
+  request.wr_id = answer_mark | slot;
+  request.sg_list = &piece;
+  request.num_sge = 1;
+  request.opcode = IBV_WR_SEND;
+  request.send_flags = IBV_SEND_SIGNALED;
+  if (sizeof(Message) <= inline_) request.send_flags |= IBV_SEND_INLINE;
+  ibv_send_wr* bad = nullptr;
+  const int error = ibv_post_send(qp_.get(), &request, &bad);
+  if (error == ENOMEM) return false;
+  if (error == 0) answers_ |= 1u << slot;
+  return true;
+}
+
+// Completions come in the order of the queue: the device is done with everything below `end`.
+void VerbsQueue::entries_done(std::uint64_t end) {
+  // Entries without a work request complete by themselves; their places are others' by now.
+  if (reached(completed(), local_)) local_ = completed();
+  for (; !reached(local_, end); ++local_) {
+    if (!loops(entry(local_))) locally_complete(local_, local_ + 1);
+  }
+}
+
+void VerbsQueue::take(const ibv_wc& wc) {
+  if (wc.status != IBV_WC_SUCCESS) {
+    const bool is_entry = (wc.wr_id & (answer_mark | receive_mark)) == 0;
+    const std::string text =
+        fmt::format("{}, vendor error 0x{:x}", ibv_wc_status_str(wc.status), wc.vendor_err);
+    const std::uint64_t index = is_entry ? index_of(wc.wr_id) : completed();
+    const bool gone = wc.status == IBV_WC_RETRY_EXC_ERR || wc.status == IBV_WC_WR_FLUSH_ERR ||
+                      wc.status == IBV_WC_RNR_RETRY_EXC_ERR;
+    if (gone) return lost(wc.vendor_err, text);
+    return fail(index, syndrome_of(wc.status), wc.vendor_err, text);
+  }
+  if ((wc.wr_id & receive_mark) != 0) {
+    const auto slot = static_cast<std::uint32_t>(wc.wr_id & slot_mask);
+    const Message message = receive_slot(slot);
+    if (!post_receive(slot)) {
+      return fail(completed(), mlx5::Syndrome::local_qp_operation, 0,
+                  fmt::format("ibv_post_recv: {}", std::strerror(errno)));
+    }
+    if (wc.byte_len == sizeof(Message)) verbs_->received(message);
+    return;
+  }
+  if ((wc.wr_id & answer_mark) != 0) {
+    answers_ &= ~(1u << (wc.wr_id & slot_mask));
+    return;
+  }
+  const std::uint64_t index = index_of(wc.wr_id);
+  Entry& e = entry(index);
+  if (!loops(e)) return entries_done(index + 1);
+  if (!reached(local_, index + 1)) entries_done(index + 1);
+  const std::uint64_t old = results()[e.result_slot];
+  if (old == e.message.payload[1]) return locally_complete(index, index + 1);
+  e.message.payload[1] = old;
+  swaps_.push_back(index);
+}
+
+void VerbsQueue::try_swaps() {
+  while (!swaps_.empty()) {
+    ibv_send_wr request{};
+    ibv_sge piece{};
+    describe(swaps_.back(), request, piece);
+    request.send_flags |= IBV_SEND_SIGNALED;
+    ibv_send_wr* bad = nullptr;
+    if (ibv_post_send(qp_.get(), &request, &bad) != 0) return;
+    swaps_.pop_back();
+  }
+}
+
+bool VerbsQueue::take_completions() {
+  std::array<ibv_wc, completions_per_poll> found;
+  const int count = ibv_poll_cq(cq_.get(), completions_per_poll, found.data());
+  for (int i = 0; i < count; ++i) take(found[static_cast<std::size_t>(i)]);
+  if (!swaps_.empty()) try_swaps();
+  if (count < 0) {
+    fail(completed(), mlx5::Syndrome::local_qp_operation, 0,
+         "ibv_poll_cq failed: the completion queue is broken");
+  }
+  return count > 0;
+}
+
+bool VerbsDevice::take_completions() {
+  if (closed_) return false;
+  bool any = false;
+  for (std::uint32_t number = 0; number < queues(); ++number) {
+    auto* q = static_cast<VerbsQueue*>(queue(number));
+    if (q != nullptr) any = q->take_completions() || any;
+  }
+  if (++passes_ % 1024 == 0) take_events();
+  return any;
+}
+
+void VerbsDevice::take_events() {
+  ibv_async_event event{};
+  while (ibv_get_async_event(context_.get(), &event) == 0) {
+    report(fmt::format("verbs {}: {}", port_.name(), ibv_event_type_str(event.event_type)));
+    ibv_ack_async_event(&event);
+  }
+}
+
+bool VerbsDevice::send_answer(LibraryQueue& queue, const Message& message) {
+  return closed_ || static_cast<VerbsQueue&>(queue).send_answer(message);
+}
+
+void VerbsDevice::close() {
+  if (std::exchange(closed_, true)) return;
+  for (std::uint32_t number = 0; number < queues(); ++number) {
+    if (auto* q = static_cast<VerbsQueue*>(queue(number)); q != nullptr) q->stop();
+  }
+}
+
+class VerbsProvider final : public Provider {
+ public:
+  explicit VerbsProvider(const Options& options)
+      : device_(std::make_shared<VerbsDevice>(
+            LibraryDevice::Config{"verbs", options.label, options.patience})) {
+    device_->start();
+  }
+  ~VerbsProvider() override { device_->stop(); }
+
+  const char* name() const override { return "verbs"; }
+  bool device_queues() const override { return false; }
+  bool tests_connections() const override { return true; }
+  std::string describe() const override { return device_->describe(); }
+  Blob address() const override { return blob_of(device_->address()); }
+
+  // Without relaxed ordering, whether or not signals ride it: nothing was measured that asks for
+  // it.
+  Registration register_memory(void* address, std::size_t bytes, const memory::SharedSegment*,
+                               bool) override {
+    return device_->register_memory(address, bytes);
+  }
+  void deregister(std::uint32_t lkey) override { device_->deregister(lkey); }
+  void halt() override {
+    const std::lock_guard guard(device_->lock);
+    device_->close();
+  }
+  std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
+    return std::make_unique<VerbsQueue>(device_, config);
+  }
+  std::string differing_settings(const Blob& peer) const override {
+    const VerbsAddress mine = device_->address();
+    const auto theirs = value_of<VerbsAddress>(peer, "address of a peer's RDMA device");
+    std::string text = differing(mine.identity, theirs.identity);
+    const auto add = [&](const char* name, unsigned a, unsigned b, const char* how) {
+      if (a == b) return;
+      text += fmt::format("{}{} {} here, {} there ({})", text.empty() ? "" : "; ", name, a, b, how);
+    };
+    add("MTU", mtu_bytes(mine.mtu), mtu_bytes(theirs.mtu), "that of the network interface");
+    add("pkey", mine.pkey, theirs.pkey, "BELFRY_VERBS_PKEY_INDEX");
+    add("service level", mine.service_level, theirs.service_level, "BELFRY_VERBS_SERVICE_LEVEL");
+    add("traffic class", mine.traffic_class, theirs.traffic_class, "BELFRY_VERBS_TRAFFIC_CLASS");
+    return text;
+  }
+  std::vector<std::string> take_reports() override { return device_->take_reports(); }
+  std::vector<softnic::TraceEvent> take_trace() override { return {}; }
+
+ private:
+  std::shared_ptr<VerbsDevice> device_;
+};
+
+}  // namespace
+}  // namespace verbs
+
+std::string probe_verbs() { return verbs::find_port().lacking; }
+
+std::string describe_verbs() {
+  const verbs::Found found = verbs::find_port();
+  if (!found.lacking.empty()) return {};
+  return fmt::format("{}, {}", found.port.name(), verbs::to_string(found.port.kind));
+}
+
+Blob identify_verbs() { return blob_of(verbs::identity_of(verbs::find_port().port)); }
+
+std::string verbs_differs(const Blob& a, const Blob& b) {
+  return verbs::differing(value_of<verbs::VerbsIdentity>(a, "identity of an RDMA device"),
+                          value_of<verbs::VerbsIdentity>(b, "identity of an RDMA device"));
+}
+
+std::unique_ptr<Provider> open_verbs(const Options& options) {
+  return std::make_unique<verbs::VerbsProvider>(options);
+}
+
+}  // namespace belfry::provider
