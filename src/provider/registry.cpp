@@ -13,7 +13,8 @@ std::unique_ptr<Provider> none(const Options&) { return nullptr; }
 
 std::span<const Factory> factories() {
   static const std::array<Factory, 4> list{{
-      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, false, not_built, none},
+      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, BELFRY_WITH_CUDA != 0,
+       probe_mlx5, open_mlx5},
       {"verbs", "libibverbs: any RDMA NIC", false, false, not_built, none},
       {"fabric", "libfabric: EFA, tcp, shm", false, false, not_built, none},
       {"soft", "SoftNIC: a NIC in software, between processes of one host", true,

@@ -5,6 +5,9 @@
 
 namespace belfry::provider {
 
+std::string probe_mlx5();
+std::unique_ptr<Provider> open_mlx5(const Options& options);
+
 std::string probe_soft();
 std::unique_ptr<Provider> open_soft(const Options& options);
 // SoftNIC as a kernel of options.gpu; only in a build with CUDA.
