@@ -58,7 +58,7 @@ enum class PeerState : std::uint32_t { receiving, silent, gone };
 
 struct Request {
   enum class Kind : std::uint32_t { write, read, atomic, send, write_imm, warning };
-  static constexpr std::uint32_t first = 1, last = 2, has_immediate = 4;
+  static constexpr std::uint32_t first = 1, last = 2, has_immediate = 4, solicited = 8;
 
   Kind kind;
   std::uint32_t flags;
@@ -110,6 +110,13 @@ struct EngineCq {
   std::uint32_t consumer_seen;  // 24 bits, as last read
   bool collapsed, ignore_overrun;
   bool failed;  // overrun: nothing is written any more
+
+  // Completion events, where the environment raises any (Env::completed). The CQ is armed when the
+  // record's second word is another one than the word that was answered last.
+  bool events;
+  bool armed_once;          // a first arming may leave the word 0: its ring says so
+  std::uint32_t answered;   // the word that was answered last
+  std::uint32_t solicited;  // of CQEs written so far, the index after the last solicited one
 };
 
 // Where a queue stands with the WQE at its consumer index.
@@ -263,7 +270,8 @@ template <class Env>
 BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::CqeOpcode opcode,
                                   std::uint8_t wqe_opcode, std::uint16_t counter,
                                   std::uint32_t bytes, std::uint32_t immediate,
-                                  mlx5::Syndrome syndrome, std::uint8_t vendor_syndrome) {
+                                  mlx5::Syndrome syndrome, std::uint8_t vendor_syndrome,
+                                  [[maybe_unused]] bool solicited = false) {
   if (cq.failed) return false;
   const std::uint32_t depth = 1u << cq.log2_depth;
   if (!cq.ignore_overrun && ((cq.produced - cq.consumer_seen) & 0xffffff) >= depth) {
@@ -273,6 +281,8 @@ BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::Cq
         0xffffff;
     if (((cq.produced - cq.consumer_seen) & 0xffffff) >= depth) {
       cq.failed = true;
+      if constexpr (requires { env.raise(EventKind::cq_error, cq.cqn); })
+        env.raise(EventKind::cq_error, cq.cqn);
       env.report(ReportKind::cq_overrun, qp.qpn, counter, cq.cqn, depth, cq.produced,
                  cq.consumer_seen);
       return false;
@@ -310,12 +320,22 @@ BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::Cq
   ++cq.produced;
   ++env.counters().cqes;
   env.trace(Stage::cqe, qp.qpn, counter);
+  if constexpr (requires { env.completed(cq, solicited); }) {
+    if (cq.events) [[unlikely]]
+      env.completed(cq, solicited || syndrome != mlx5::Syndrome::none);
+  }
   return true;
 }
 
 template <class Env>
 BELFRY_HOST_DEVICE void enter_error(Env& env, EngineQp& qp, mlx5::Syndrome syndrome) {
   if (qp.state == QpState::err) return;
+  if constexpr (requires { env.raise(EventKind::qp_access_error, qp.qpn); }) {
+    if (syndrome == mlx5::Syndrome::local_access)
+      env.raise(EventKind::qp_access_error, qp.qpn);
+    else if (syndrome == mlx5::Syndrome::remote_aborted)
+      env.raise(EventKind::qp_request_error, qp.qpn);
+  }
   qp.state = QpState::err;
   qp.syndrome = syndrome;
   qp.flush_pass = env.pass() + flush_passes;
@@ -693,7 +713,8 @@ BELFRY_HOST_DEVICE Result send_message(Env& env, EngineQp& qp, const Wqe& wqe, c
   Request request = request_for(qp, Request::Kind::send, env);
   const bool last = qp.moved + bytes == pieces.total;
   request.flags = (qp.moved == 0 ? Request::first : 0) | (last ? Request::last : 0) |
-                  (immediate ? Request::has_immediate : 0);
+                  (immediate ? Request::has_immediate : 0) |
+                  ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
   request.length = static_cast<std::uint32_t>(bytes);
   request.message_length = pieces.total;
   request.immediate = segment<mlx5::ControlSegment>(wqe, 0).immediate.value();
@@ -710,7 +731,8 @@ template <class Env>
 BELFRY_HOST_DEVICE Result notify_write(Env& env, EngineQp& qp, const Wqe& wqe,
                                        std::uint64_t total) {
   Request request = request_for(qp, Request::Kind::write_imm, env);
-  request.flags = Request::has_immediate;
+  request.flags = Request::has_immediate |
+                  ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
   request.message_length = total;
   request.immediate = segment<mlx5::ControlSegment>(wqe, 0).immediate.value();
   Response response = {};
@@ -1492,7 +1514,7 @@ BELFRY_HOST_DEVICE Response serve_receive(Env& env, EngineQp& qp, const Request&
   const auto bytes = static_cast<std::uint32_t>(send ? qp.received : request.message_length);
   qp.received = 0;
   if (!write_cqe(env, qp, *qp.receive_cq, opcode, 0, qp.receive_consumer, bytes, request.immediate,
-                 mlx5::Syndrome::none, 0)) {
+                 mlx5::Syndrome::none, 0, (request.flags & Request::solicited) != 0)) {
     return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
                           mlx5::Syndrome::local_qp_operation, false);
   }

@@ -3,8 +3,10 @@
 #include "softnic/nic.hpp"
 
 #include <fmt/format.h>
+#include <linux/futex.h>
 #include <sys/prctl.h>
 #include <sys/random.h>
+#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -170,6 +172,7 @@ struct HostQp : EngineQp {
 
 struct HostCq : EngineCq {
   std::uint32_t users = 0;
+  std::byte* uar = nullptr;
   mlx5::CqDoorbellRecord no_record = {};
 
   HostCq() : EngineCq{} {}
@@ -178,6 +181,12 @@ struct HostCq : EngineCq {
 struct Register {
   std::uint64_t* address;
   std::vector<HostQp*> qps;
+};
+
+// A UAR's arm register and how many CQs use it.
+struct ArmRegister {
+  std::uint64_t* address;
+  std::uint32_t users;
 };
 
 struct LateRing {
@@ -250,6 +259,8 @@ struct SoftNic::Implementation {
   Numbers qp_numbers, cq_numbers, key_numbers;
   std::vector<std::uint32_t> qp_generation, cq_generation;
   std::vector<Register> registers;
+  std::vector<ArmRegister> arm_registers;
+  std::vector<HostCq*> event_cqs;
   std::vector<HostQp*> alive;
   std::vector<HostQp*> active;  // those that need a turn
   std::vector<LateRing> late_rings;
@@ -268,6 +279,7 @@ struct SoftNic::Implementation {
   std::uint64_t report_count = 0;
   std::vector<Report> report_list;
   std::function<void(const Report&)> report_callback;
+  std::function<void(const Event&)> event_callback;
   std::vector<TraceEvent> trace_ring;
   std::uint64_t trace_next = 0;
 
@@ -367,6 +379,8 @@ struct SoftNic::Implementation {
 
   PeerState peer(EngineQp& engine_qp) {
     HostQp& qp = host(engine_qp);
+    if (!qp.peer) [[unlikely]]
+      return PeerState::silent;
     Peer& peer = *qp.peer;
     peer.used = true;
     if (peer.gone) return PeerState::gone;
@@ -392,7 +406,18 @@ struct SoftNic::Implementation {
                       __ATOMIC_RELEASE);
     __atomic_fetch_or(&attachment.pending_words, 1ull << (qp.index / 64), __ATOMIC_RELEASE);
     __atomic_fetch_or(&qp.peer->view.header->summary[qp.peer->slot / 64],
-                      1ull << (qp.peer->slot % 64), __ATOMIC_RELEASE);
+                      1ull << (qp.peer->slot % 64), __ATOMIC_SEQ_CST);
+    wake_sleeper(*qp.peer->view.header);
+  }
+
+  // Sequentially consistent on both sides: either the sleeper sees what was written before this,
+  // or this sees the sleeper.
+  static void wake_sleeper(SegmentHeader& header) {
+    __atomic_thread_fence(__ATOMIC_SEQ_CST);
+    if (read_relaxed(&header.sleeping) == 0) [[likely]]
+      return;
+    write_relaxed(&header.sleeping, 0);
+    ::syscall(SYS_futex, &header.sleeping, FUTEX_WAKE, 1, nullptr, nullptr, 0);
   }
 
   bool answer(EngineQp& engine_qp, Response& response) {
@@ -421,6 +446,36 @@ struct SoftNic::Implementation {
                   std::uint64_t{qp.qpn} << 8 | static_cast<std::uint64_t>(qp.state));
     // Not always: a queue that becomes ready looks at its record when it is rung, as hardware does.
     if (qp.state == QpState::err || has_work(qp)) activate(qp);
+  }
+
+  void raise(EventKind kind, std::uint32_t number) {
+    if (event_callback) event_callback({kind, number});
+  }
+
+  // A CQE was written to a CQ with events.
+  void completed(EngineCq& cq, bool solicited) {
+    if (solicited) cq.solicited = cq.produced;
+    answer_arming(cq);
+  }
+
+  // Raises the event of an armed CQ that has news. Bit 24 of the word: solicited CQEs only.
+  void answer_arming(EngineCq& cq) {
+    const std::uint32_t word =
+        mlx5::swap_bytes(load<Order::acquire, Scope::system>(&cq.record->arm.raw));
+    if (word == cq.answered) return;
+    const std::uint32_t newest = (word & 1u << 24) != 0 ? cq.solicited : cq.produced;
+    const std::uint32_t news = (newest - word) & 0xffffff;
+    if (news == 0 || news >= 0x800000) return;
+    cq.answered = word;
+    cq.armed_once = true;
+    raise(EventKind::completion, cq.cqn);
+  }
+
+  // A first arming can leave the word at 0, as it was: the CQ counts as armed from here on.
+  void arm(EngineCq& cq) {
+    if (!cq.armed_once) cq.answered = ~0u;
+    cq.armed_once = true;
+    answer_arming(cq);
   }
 
   void trace(Stage stage, std::uint32_t qpn, std::uint16_t index) {
@@ -456,6 +511,7 @@ struct SoftNic::Implementation {
   bool turn();
   void take_ring(std::uint64_t* address, std::uint64_t value);
   bool look_at_registers();
+  void look_at_arm_registers();
   bool serve_active();
   bool serve_requests();
   bool serve_attached(std::uint32_t slot, std::uint32_t& budget);
@@ -806,6 +862,23 @@ bool SoftNic::Implementation::look_at_registers() {
   return worked;
 }
 
+void SoftNic::Implementation::look_at_arm_registers() {
+  for (const ArmRegister& reg : arm_registers) {
+    if (load<Order::relaxed, Scope::system>(reg.address) == 0) [[likely]]
+      continue;
+    const std::uint64_t value = exchange<Order::acquire, Scope::system>(reg.address, 0);
+    const std::uint32_t named = mlx5::swap_bytes(static_cast<std::uint32_t>(value >> 32));
+    // A ring may have overwritten another one: every CQ is looked at.
+    for (HostCq* cq : event_cqs) {
+      if (cq->cqn == (named & 0xffffff)) {
+        arm(*cq);
+      } else {
+        answer_arming(*cq);
+      }
+    }
+  }
+}
+
 bool SoftNic::Implementation::serve_active() {
   bool worked = false;
   // Those that join meanwhile wait for the next pass.
@@ -870,6 +943,7 @@ bool SoftNic::Implementation::serve_attached(std::uint32_t slot, std::uint32_t& 
       write_words(block.response, response);
       __atomic_compare_exchange_n(&block.state, &state, (state & ~3ull) | RequestBlock::answered,
                                   false, __ATOMIC_RELEASE, __ATOMIC_RELAXED);
+      if (s->view.header != own.header) wake_sleeper(*s->view.header);
     }
     words &= words - 1;
   }
@@ -907,6 +981,7 @@ void SoftNic::Implementation::look_at_records() {
 bool SoftNic::Implementation::turn() {
   ++pass_number;
   bool worked = look_at_registers();
+  if (!arm_registers.empty()) look_at_arm_registers();
   if (option.poll_records) look_at_records();
   if (!active.empty()) worked |= serve_active();
   worked |= serve_requests();
@@ -924,6 +999,25 @@ bool SoftNic::progress() {
   self.leave();
   return worked;
 }
+
+void SoftNic::sleep(std::chrono::nanoseconds longest) {
+  SegmentHeader& header = *self_->own.header;
+  write_relaxed(&header.sleeping, 1);
+  __atomic_thread_fence(__ATOMIC_SEQ_CST);
+  bool asked = false;
+  for (std::uint32_t w = 0; w < self_->own.max_peers / 64; ++w) {
+    asked |= read_relaxed(&header.summary[w]) != 0;
+  }
+  if (!asked) {
+    const auto ns = nanoseconds(longest);
+    const timespec limit = {static_cast<time_t>(ns / 1'000'000'000),
+                            static_cast<long>(ns % 1'000'000'000)};
+    ::syscall(SYS_futex, &header.sleeping, FUTEX_WAIT, 1, &limit, nullptr, 0);
+  }
+  write_relaxed(&header.sleeping, 0);
+}
+
+void SoftNic::wake() { Implementation::wake_sleeper(*self_->own.header); }
 
 // ---- Reports ----
 
@@ -1066,12 +1160,18 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
     ::prctl(PR_SET_PTRACER, PR_SET_PTRACER_ANY, 0, 0, 0);
     self.vm_allowed = true;
   }
-  const std::uint32_t index = self.key_numbers.take();
+  std::uint32_t index = self.key_numbers.take();
+  if (options.variant && (index << 8 | *options.variant) == invalid_lkey) {
+    check(!self.key_numbers.empty(), thing, fmt::format("{} registrations", self.config.max_keys),
+          "a free key", "raise NicConfig::max_keys");
+    self.key_numbers.give_back(std::exchange(index, self.key_numbers.take()));
+  }
   KeyEntry& to = self.own.keys[index];
   // The low byte is another one each time, so that a key of the past is not a key of the present;
   // never 0, because libmlx5's invalid key 0x100 must not come out. It survives in `sequence`,
   // which moves by 4 a life.
-  const std::uint32_t variant = (to.sequence / 4) % 255 + 1;
+  const std::uint32_t variant =
+      options.variant ? *options.variant : (to.sequence / 4) % 255 + 1;
   entry.key = index << 8 | variant;
   __atomic_store_n(&to.sequence, to.sequence + 1, __ATOMIC_SEQ_CST);
   write_release(&to.iova, entry.iova);
@@ -1132,9 +1232,34 @@ std::uint32_t SoftNic::create_cq(const CqConfig& config) {
   cq->log2_depth = config.log2_depth;
   cq->collapsed = config.collapsed;
   cq->ignore_overrun = config.ignore_overrun;
+  cq->events = config.events && config.record != nullptr;
+  if (cq->events) {
+    cq->answered = mlx5::swap_bytes(load<Order::relaxed, Scope::system>(&cq->record->arm.raw));
+    cq->uar = config.uar;
+    self.event_cqs.push_back(cq.get());
+    if (config.uar != nullptr) {
+      auto* address = reinterpret_cast<std::uint64_t*>(config.uar + mlx5::uar_cq_arm_offset);
+      auto reg = std::find_if(self.arm_registers.begin(), self.arm_registers.end(),
+                              [&](const ArmRegister& r) { return r.address == address; });
+      if (reg == self.arm_registers.end())
+        reg = self.arm_registers.insert(reg, ArmRegister{address, 0});
+      ++reg->users;
+    }
+  }
   const std::uint32_t cqn = cq->cqn;
   self.cqs[index] = std::move(cq);
   return cqn;
+}
+
+CqStatus SoftNic::query_cq(std::uint32_t cqn) const {
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  const EngineCq* cq = self.cq(cqn);
+  check(cq != nullptr, fmt::format("CQ {:#x} of softnic {}", cqn, self.config.name), "no such CQ",
+        "a number that create_cq returned", "check the caller");
+  const std::uint32_t consumer =
+      mlx5::swap_bytes(load<Order::acquire, Scope::system>(&cq->record->consumer_index.raw));
+  return {consumer & 0xffffff, cq->produced & 0xffffff, cq->failed};
 }
 
 void SoftNic::destroy_cq(std::uint32_t cqn) {
@@ -1145,9 +1270,35 @@ void SoftNic::destroy_cq(std::uint32_t cqn) {
   check(cq != nullptr, thing, "no such CQ", "a number that create_cq returned", "check the caller");
   check(cq->users == 0, thing, fmt::format("{} queues that use it", cq->users), "none",
         "destroy the QPs first");
+  std::erase(self.event_cqs, cq);
+  if (cq->uar != nullptr) {
+    auto* address = reinterpret_cast<std::uint64_t*>(cq->uar + mlx5::uar_cq_arm_offset);
+    std::erase_if(self.arm_registers,
+                  [&](ArmRegister& r) { return r.address == address && --r.users == 0; });
+  }
   self.cq_numbers.give_back(cqn & qp_index_mask);
   self.cqs[cqn & qp_index_mask].reset();
 }
+
+namespace {
+
+// The registers by which a QP is rung.
+std::vector<std::uint64_t*> doorbells(const QpConfig& config) {
+  std::vector<std::uint64_t*> addresses;
+  for (std::uint64_t* address : {config.doorbell, config.doorbell_alternate}) {
+    if (address != nullptr) addresses.push_back(address);
+  }
+  if (config.uar != nullptr) {
+    // Two BlueFlame registers of two halves each fill the page from here.
+    for (std::size_t half = 0; half < 4; ++half) {
+      addresses.push_back(reinterpret_cast<std::uint64_t*>(
+          config.uar + mlx5::uar_doorbell_offset + half * mlx5::uar_blueflame_bytes));
+    }
+  }
+  return addresses;
+}
+
+}  // namespace
 
 std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   const std::string thing = "QP of softnic " + self_->config.name;
@@ -1164,8 +1315,8 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
                     config.log2_receive_entries, config.log2_receive_stride),
         "up to 2^15 entries of 16 to 1024 bytes", "change QpConfig");
   check(config.record != nullptr, thing, "no doorbell record", "a record", "set QpConfig::record");
-  check(config.doorbell != nullptr || self_->config.poll_records, thing, "no doorbell register",
-        "8 bytes, unless records are polled", "set QpConfig::doorbell");
+  check(config.doorbell != nullptr || config.uar != nullptr || self_->config.poll_records, thing,
+        "no doorbell register", "8 bytes, unless records are polled", "set QpConfig::doorbell");
   Implementation& self = *self_;
   const Implementation::Control control(self);
   EngineCq* send_cq = self.cq(config.send_cqn);
@@ -1179,9 +1330,10 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
         "raise NicConfig::max_qps");
   const std::uint32_t index = self.qp_numbers.take();
   auto qp = std::make_unique<HostQp>();
-  self.qp_generation[index] = self.qp_generation[index] % 4095 + 1;
+  const std::uint32_t prefix = self.config.qpn_prefix << qpn_prefix_shift;
+  self.qp_generation[index] = self.qp_generation[index] % (prefix != 0 ? 15 : 4095) + 1;
   qp->index = index;
-  qp->qpn = self.qp_generation[index] << qp_index_bits | index;
+  qp->qpn = prefix | self.qp_generation[index] << qp_index_bits | index;
   qp->config = config;
   qp->ring = static_cast<const std::byte*>(config.send_ring);
   qp->mask = (1u << config.log2_send_blocks) - 1;
@@ -1198,8 +1350,7 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   ++static_cast<HostCq*>(send_cq)->users;
   if (receive_cq != nullptr) ++static_cast<HostCq*>(receive_cq)->users;
   self.reset(*qp);
-  for (std::uint64_t* address : {config.doorbell, config.doorbell_alternate}) {
-    if (address == nullptr) continue;
+  for (std::uint64_t* address : doorbells(config)) {
     auto reg = std::find_if(self.registers.begin(), self.registers.end(),
                             [&](const Register& r) { return r.address == address; });
     if (reg == self.registers.end()) reg = self.registers.insert(reg, Register{address, {}});
@@ -1253,16 +1404,18 @@ void SoftNic::modify_qp(std::uint32_t qpn, QpState target, const QpAttributes& a
       break;
     case QpState::rtr: {
       wanted(from == QpState::init, "RTR after INIT");
-      auto peer = self.connect(attributes.remote);
-      const std::uint32_t index = attributes.remote_qpn & qp_index_mask;
-      check(index < peer->view.max_qps,
-            fmt::format("QP {:#x} of softnic {}", qpn, self.config.name),
-            fmt::format("remote QP {:#x}", attributes.remote_qpn), "a QP of " + peer->name,
-            "set QpAttributes::remote_qpn");
+      if (!attributes.unreachable) {
+        auto peer = self.connect(attributes.remote);
+        const std::uint32_t index = attributes.remote_qpn & qp_index_mask;
+        check(index < peer->view.max_qps,
+              fmt::format("QP {:#x} of softnic {}", qpn, self.config.name),
+              fmt::format("remote QP {:#x}", attributes.remote_qpn), "a QP of " + peer->name,
+              "set QpAttributes::remote_qpn");
+        qp.peer_word = &peer->view.queues[index];
+        qp.peer = std::move(peer);
+      }
       qp.attributes = attributes;
       qp.remote_qpn = attributes.remote_qpn;
-      qp.peer_word = &peer->view.queues[index];
-      qp.peer = std::move(peer);
       qp.receive_word_seen = read_relaxed(&qp.record->receive.raw);
       retries();
       qp.state = QpState::rtr;
@@ -1341,6 +1494,21 @@ std::vector<TraceEvent> SoftNic::take_trace() {
 std::vector<Report> SoftNic::take_reports() {
   const Implementation::Control control(*self_);
   return std::exchange(self_->report_list, {});
+}
+
+void SoftNic::arm_cq(std::uint32_t cqn) {
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  EngineCq* cq = self.cq(cqn);
+  check(cq != nullptr && cq->events, fmt::format("CQ {:#x} of softnic {}", cqn, self.config.name),
+        "no such CQ, or one without events", "a CQ created with CqConfig::events",
+        "check the caller");
+  self.arm(*cq);
+}
+
+void SoftNic::on_event(std::function<void(const Event&)> callback) {
+  const Implementation::Control control(*self_);
+  self_->event_callback = std::move(callback);
 }
 
 void SoftNic::on_report(std::function<void(const Report&)> callback) {

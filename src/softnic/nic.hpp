@@ -39,6 +39,8 @@ struct NicConfig {
   std::uint32_t max_peers = 256;  // NICs that may be connected to this one; a multiple of 64
   std::uint32_t trace_events = 65536;
   std::uint32_t max_reports = 1024;  // later ones are only counted
+  // Where not 0, bits 23:16 of every QPN: NICs that are one device to their users share its QPNs.
+  std::uint32_t qpn_prefix = 0;
   // A record that is not followed by its ring, or a ring by its record, is reported after both.
   std::uint32_t doorbell_patience_passes = 1000;
   std::chrono::nanoseconds doorbell_patience = std::chrono::milliseconds(500);
@@ -60,6 +62,8 @@ struct RegisterOptions {
   std::uint64_t segment_offset = 0;
   // The address by which WQEs name the first byte; the address itself unless given.
   std::optional<std::uint64_t> iova;
+  // The key's low byte, where its owner chooses it, as for keys made by DEVX.
+  std::optional<std::uint8_t> variant = {};
 };
 
 struct CqConfig {
@@ -68,6 +72,10 @@ struct CqConfig {
   mlx5::CqDoorbellRecord* record = nullptr;
   bool collapsed = false;       // every CQE into entry 0
   bool ignore_overrun = false;  // never look at the consumer index
+  // Raise EventKind::completion when armed: by the record's second word, and the register at
+  // uar_cq_arm_offset of this UAR page, or by arm().
+  bool events = false;
+  std::byte* uar = nullptr;
 };
 
 enum class QpType { rc };
@@ -82,6 +90,8 @@ struct QpConfig {
   mlx5::DoorbellRecord* record = nullptr;
   std::uint64_t* doorbell = nullptr;            // the register, 8 bytes; may serve several QPs
   std::uint64_t* doorbell_alternate = nullptr;  // BlueFlame's second half; may be null
+  // Instead of the two: a whole UAR page, whose owner may ring any half of either BlueFlame.
+  std::byte* uar = nullptr;
   std::uint32_t send_cqn = 0;
   std::uint32_t receive_cqn = 0;  // may be 0 without a receive ring
   // Where the indices start, here and again after RST. The record must say the same then.
@@ -92,6 +102,7 @@ struct QpConfig {
 
 struct QpAttributes {
   NicAddress remote;             // INIT to RTR
+  bool unreachable = false;      // INIT to RTR: there is no such peer, and every message is lost
   std::uint32_t remote_qpn = 0;  // INIT to RTR
   std::uint8_t retry_count = 7;
   std::uint8_t rnr_retry = 7;  // 7 = for ever, as in the hardware
@@ -106,6 +117,17 @@ struct QpStatus {
   std::uint16_t send_producer_index = 0;  // as last read from the record
   std::uint16_t receive_consumer_index = 0;
   mlx5::Syndrome syndrome = mlx5::Syndrome::none;  // what moved the QP to ERR
+};
+
+struct CqStatus {
+  std::uint32_t consumer_index = 0;  // 24 bits, as the record says now
+  std::uint32_t producer_index = 0;
+  bool failed = false;  // it overran
+};
+
+struct Event {
+  EventKind kind = EventKind::completion;
+  std::uint32_t number = 0;
 };
 
 struct Report {
@@ -154,7 +176,15 @@ class SoftNic {
   // end with access errors. Unknown keys throw.
   void deregister(std::uint32_t lkey);
 
+  // The calling thread sleeps until a peer asks or answers, wake() is called, or `longest` is over.
+  // Doorbells in memory wake nobody. One thread at a time.
+  void sleep(std::chrono::nanoseconds longest);
+  void wake();
+
   std::uint32_t create_cq(const CqConfig& config);
+  // As a ring of the CQ's arm register does.
+  void arm_cq(std::uint32_t cqn);
+  CqStatus query_cq(std::uint32_t cqn) const;
   void destroy_cq(std::uint32_t cqn);  // throws while a QP uses it
 
   std::uint32_t create_qp(const QpConfig& config);
@@ -170,6 +200,8 @@ class SoftNic {
   std::vector<Report> take_reports();    // empties the list
   // Called from progress(), on its thread, for every report. Set before the first progress().
   void on_report(std::function<void(const Report&)> callback);
+  // The same for events; also from control calls, on their thread.
+  void on_event(std::function<void(const Event&)> callback);
   Statistics statistics() const;
 
  private:

@@ -10,10 +10,11 @@
 namespace belfry::softnic {
 
 inline constexpr std::uint64_t segment_magic = 0x31'63'69'6e'74'66'6f'73ull;  // "softnic1"
-inline constexpr std::uint32_t segment_version = 1;
+inline constexpr std::uint32_t segment_version = 2;
 inline constexpr std::uint32_t max_peer_words = 8;  // of 64 peers each
 inline constexpr std::uint32_t qp_index_bits = 12;
 inline constexpr std::uint32_t qp_index_mask = (1u << qp_index_bits) - 1;
+inline constexpr std::uint32_t qpn_prefix_shift = 16;  // NicConfig::qpn_prefix
 
 struct SegmentHeader {
   std::uint64_t magic;
@@ -28,6 +29,8 @@ struct SegmentHeader {
   std::uint64_t closed;
   // No attachment at or above this number was ever used: who looks at all of them looks at these.
   std::uint64_t attachments_used;
+  // 1 while the owner's thread sleeps in SoftNic::sleep(); who has something for it wakes it.
+  alignas(64) std::uint32_t sleeping;
   // Bit per attachment: its NIC has asked for something.
   alignas(64) std::uint64_t summary[max_peer_words];
 };

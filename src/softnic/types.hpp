@@ -100,6 +100,17 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(ReportKind kind) {
   return "unknown";
 }
 
+// What a NIC tells its owner of its own accord: Event::number is the CQ's, the QP's or the SRQ's.
+enum class EventKind : std::uint32_t {
+  completion,           // an armed CQ has an entry that its consumer has not seen
+  cq_error,             // the CQ overran
+  qp_request_error,     // the peer asked this QP for something that makes no sense
+  qp_access_error,      // the peer asked this QP for memory that it may not touch
+  qp_last_wqe_reached,  // a QP in ERR has taken its last WQE of its SRQ
+  sq_drained,           // a QP in SQD has finished what it had begun
+  srq_limit,            // the SRQ holds fewer WQEs than its limit
+};
+
 // What the NIC did, when: the stages of `belfry bench anatomy`.
 enum class Stage : std::uint16_t {
   doorbell,  // the ring was seen; index = the producer index rung

@@ -5,6 +5,9 @@
 #include <string>
 #include <vector>
 
+#include "bootstrap/launcher.hpp"
+#include "uverbs/settings.hpp"
+
 namespace belfry::tool {
 
 struct BenchOptions {
@@ -18,7 +21,14 @@ struct BenchOptions {
   std::string gpu = "auto";  // on, off
 };
 
+// Programs that find SoftNIC where the kernel's RDMA devices would be.
+struct SoftnicOptions {
+  uverbs::Settings settings;
+  LaunchOptions launch;
+};
+
 // Each returns the exit code; throws belfry::Error.
+int softnic_run(const SoftnicOptions& options);
 int demo(const std::string& json, const std::vector<std::string>& argv);
 int bench_latency(const BenchOptions& options, const std::vector<std::string>& argv);
 int bench_bandwidth(const BenchOptions& options, const std::vector<std::string>& argv);

@@ -61,6 +61,83 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
       ->check(CLI::IsMember({"auto", "on", "off"}));
 }
 
+void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
+  auto& s = o.settings;
+  auto& f = s.faults;
+  const auto probability = CLI::Range(0.0, 1.0);
+  command->add_option("-n,--copies", o.launch.ranks, "Copies of the program to start.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 250));
+  command->add_flag("-l,--label", o.launch.label_output,
+                    "Put [copy] before every line of output; with several copies.");
+  command->add_option("--devices", s.devices, "Devices: mlx5_0 and so on.")
+      ->capture_default_str()
+      ->check(CLI::Range(1u, belfry::uverbs::max_devices));
+  command
+      ->add_option_function<std::string>(
+          "--link",
+          [&s](const std::string& link) {
+            s.link = link == "infiniband" ? belfry::uverbs::Link::infiniband
+                                          : belfry::uverbs::Link::ethernet;
+          },
+          "The ports' link layer: ethernet (RoCE) by default, infiniband.")
+      ->check(CLI::IsMember({"ethernet", "infiniband"}));
+  command
+      ->add_option("--fabric", s.fabric,
+                   "Programs started with the same name, by one user, reach each other.")
+      ->capture_default_str()
+      ->check([](const std::string& name) {
+        const bool good = !name.empty() && name.size() <= 64 &&
+                          name.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVW"
+                                                 "XYZ0123456789-_") == std::string::npos;
+        return good ? std::string() : "'" + name + "' is none: use letters, digits, - and _";
+      });
+  command->add_option("--log", s.log,
+                      "A file for what the devices refuse; standard error by default.");
+  command->add_flag("--verbose", s.verbose, "Log every report of the NIC, too.");
+  command->add_flag("--strict", s.strict, "Check what programs post as docs/softnic.md says.");
+  const std::string group = "Faults, drawn from the seed (docs/softnic.md)";
+  command->add_option("--seed", s.seed, "Seed of the faults.")->group(group);
+  command->add_option("--delay", f.delay, "Probability that a WQE is held back.")
+      ->check(probability)
+      ->group(group);
+  command->add_option("--delay-passes", f.delay_passes, "... for up to so many passes.")
+      ->group(group);
+  command->add_option("--reorder", f.reorder, "Probability that a QP is passed over in a pass.")
+      ->check(probability)
+      ->group(group);
+  command->add_option("--drop", f.drop, "Probability that an attempt is lost; 1 cuts the link.")
+      ->check(probability)
+      ->group(group);
+  command->add_option("--drop-passes", f.drop_passes, "Passes until the retry.")->group(group);
+  command->add_option("--error-at", f.error_at, "The n-th WQE of each QP fails.")->group(group);
+  command
+      ->add_option_function<unsigned>(
+          "--error-syndrome",
+          [&f](unsigned code) { f.error_syndrome = static_cast<belfry::mlx5::Syndrome>(code); },
+          "... with this syndrome; 0x14 by default.")
+      ->check(CLI::Range(1, 255))
+      ->group(group);
+  command->add_option("--flush-at", f.flush_at, "At the n-th WQE the QP goes to ERR.")
+      ->group(group);
+  command->add_option("--stall-at", f.stall_at, "The n-th WQE never runs.")->group(group);
+  command->add_option("--credit", f.credit, "At most so many WQEs of a QP in a pass.")
+      ->group(group);
+  command
+      ->add_option("--slow-doorbell", f.slow_doorbell_passes,
+                   "A ring is noticed up to so many passes late.")
+      ->group(group);
+  command->add_flag("--late-placement", f.late_placement,
+                    "Payloads of WRITEs are placed at the last legal moment.")
+      ->group(group);
+  command->add_option("PROGRAM", o.launch.argv, "The program and its arguments, after --.")
+      ->required();
+  command->footer(
+      "Example: belfry softnic run -- ib_write_bw & belfry softnic run -- ib_write_bw localhost\n"
+      "What runs, and what does not: docs/softnic.md.");
+  command->positionals_at_end();
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
@@ -103,6 +180,16 @@ int main(int argc, char** argv) {
     launch.timeout = std::chrono::milliseconds(static_cast<long long>(timeout * 1000));
     result = belfry::run_ranks_as_processes(launch);
   });
+
+  CLI::App* softnic = app.add_subcommand(
+      "softnic", "SoftNIC in the place of the kernel's RDMA devices, for programs on rdma-core.");
+  softnic->require_subcommand(1);
+  belfry::tool::SoftnicOptions nic;
+  nic.launch.label_output = false;
+  CLI::App* softnic_run = softnic->add_subcommand(
+      "run", "Start an unmodified program that finds mlx5 devices, which are SoftNIC.");
+  add_softnic_options(softnic_run, nic);
+  softnic_run->callback([&] { result = belfry::tool::softnic_run(nic); });
 
   CLI::App* bench =
       app.add_subcommand("bench", "Measure: latency, bandwidth, rate, alltoall, anatomy.");

@@ -1,0 +1,90 @@
+// A device of this process: the NIC, the thread that runs its engine, its place on the fabric, and
+// where its events go. All contexts of the process on one device share it.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+
+#include "softnic/nic.hpp"
+#include "uverbs/fabric.hpp"
+#include "uverbs/settings.hpp"
+
+namespace belfry::uverbs {
+
+// Of this process; parsed at the first call. Throws belfry::Error for a variable that is wrong.
+const Settings& settings();
+
+// One line into the log: a file, or standard error.
+void log(const std::string& line);
+// The same line only once a process.
+void log_once(const std::string& line);
+
+// The two ends of a descriptor on which a program reads events. Whole messages; a program that
+// has closed its end is no error.
+class EventPipe {
+ public:
+  EventPipe();
+  ~EventPipe();
+  EventPipe(const EventPipe&) = delete;
+  EventPipe& operator=(const EventPipe&) = delete;
+
+  int program_end() const { return ends_[0]; }  // the program's to close
+  bool send(const void* event, std::size_t bytes) const;
+
+ private:
+  int ends_[2] = {-1, -1};
+};
+
+// Who hears of an object's events. `completions` and `asynchronous` count what was sent.
+struct Listener {
+  std::shared_ptr<EventPipe> completion_pipe;
+  std::shared_ptr<EventPipe> asynchronous_pipe;
+  std::uint64_t user_handle = 0;
+  std::atomic<std::uint32_t> completions{0}, asynchronous{0};
+};
+
+class Device {
+ public:
+  // The device of this number; made by the first caller, ended by the last owner.
+  static std::shared_ptr<Device> open(std::uint32_t number);
+  // Of the process, when a pass over every device is wanted: what a program's own post and poll
+  // calls do while they are here. Cheap where there is none.
+  static void progress_all();
+
+  explicit Device(std::uint32_t number);
+  ~Device();
+  Device(const Device&) = delete;
+  Device& operator=(const Device&) = delete;
+
+  std::uint32_t number() const { return number_; }
+  softnic::SoftNic& nic() { return *nic_; }
+
+  void listen(softnic::EventKind kind, std::uint32_t object, std::shared_ptr<Listener> listener);
+  void forget(softnic::EventKind kind, std::uint32_t object);
+
+  // Where an address path and a QPN lead. Attributes that say `unreachable` when they lead to no
+  // NIC of this fabric.
+  softnic::QpAttributes route(std::uint32_t qpn, bool global, const Gid& gid,
+                              std::uint16_t lid) const;
+
+ private:
+  void run();
+  void heard(const softnic::Event& event);
+
+  const std::uint32_t number_;
+  Fabric fabric_;
+  const std::uint32_t slot_;
+  std::unique_ptr<softnic::SoftNic> nic_;
+  std::mutex listeners_mutex_;
+  // CQs and QPs have numbers of their own.
+  std::map<std::pair<bool, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
+  std::atomic<bool> ending_{false};
+  std::thread thread_;
+};
+
+}  // namespace belfry::uverbs
