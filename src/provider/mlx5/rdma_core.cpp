@@ -1,4 +1,5 @@
 // rdma-core and CUDA behind the interface of rdma.hpp.
+#include <dlfcn.h>
 #include <fmt/format.h>
 #include <infiniband/mlx5dv.h>
 #include <infiniband/verbs.h>
@@ -109,6 +110,9 @@ class RealNic final : public OpenNic {
   std::uint32_t event_queue() const override { return event_queue_; }
   std::uint32_t most_atomics() const override { return most_atomics_; }
   bool has_atomics() const override { return has_atomics_; }
+
+  bool wants_progress() const override { return software_ != nullptr; }
+  bool progress() override { return software_() != 0; }
 
   Answer ask(const prm::Words& in, std::size_t out_bytes) override {
     prm::Words out(out_bytes);
@@ -224,6 +228,8 @@ class RealNic final : public OpenNic {
   std::uint32_t event_queue_ = 0;
   std::uint32_t most_atomics_ = 1;
   bool has_atomics_ = false;
+  // `belfry softnic run` puts a NIC in software into this process, which lends it a poller.
+  int (*software_)() = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "belfry_softnic_progress"));
 };
 
 GidType gid_type(std::uint32_t type) {
