@@ -518,6 +518,17 @@ Outcome run_job(const Shape& shape) {
   return outcome;
 }
 
+std::string run_job_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap) {
+  const std::shared_ptr<Job> job = make_job(shape);
+  std::string error;
+  try {
+    run_rank(*job, bootstrap, [&](const std::string& line) { error += line + "\n"; });
+  } catch (const std::exception& e) {
+    error += e.what();
+  }
+  return error;
+}
+
 std::string run_world(const World& world, const std::function<void(Comm& comm)>& body) {
   configure(world.mode, world.seed, world.watchdog);
   try {

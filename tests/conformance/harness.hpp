@@ -107,6 +107,10 @@ struct Outcome {
 };
 Outcome run_job(const Shape& shape);
 
+// This process's rank of such a job, over the bootstrap's ranks; every rank makes the same shape.
+// Returns what was not as the model says.
+std::string run_job_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap);
+
 // ---- smaller jobs, written by hand ----
 
 // A job of `ranks` ranks in this process; returns what the first body threw, or an empty string.
