@@ -79,9 +79,36 @@ EventPipe::EventPipe() {
     throw Error("event descriptor", strerror(errno), "a pair of sockets",
                 "raise the limit on open files (ulimit -n)");
   }
+  reading_ = ::fcntl(ends_[0], F_DUPFD_CLOEXEC, 0);
 }
 
-EventPipe::~EventPipe() { ::close(ends_[1]); }
+EventPipe::~EventPipe() {
+  ::close(ends_[1]);
+  ::close(reading_);
+}
+
+std::uint32_t EventPipe::withdraw(std::uint64_t user_handle) const {
+  std::uint32_t withdrawn = 0;
+  std::vector<std::vector<std::byte>> others;
+  for (;;) {
+    std::vector<std::byte> event(sizeof(ib_uverbs_async_event_desc));
+    const ssize_t bytes = ::recv(reading_, event.data(), event.size(), MSG_DONTWAIT);
+    if (bytes < static_cast<ssize_t>(sizeof(user_handle))) break;
+    event.resize(static_cast<std::size_t>(bytes));
+    if (std::memcmp(event.data(), &user_handle, sizeof(user_handle)) == 0) {
+      ++withdrawn;
+    } else {
+      others.push_back(std::move(event));
+    }
+  }
+  for (const auto& event : others) send(event.data(), event.size());
+  return withdrawn;
+}
+
+void Listener::withdraw_unread() {
+  if (completion_pipe) completions -= completion_pipe->withdraw(user_handle);
+  if (asynchronous_pipe) asynchronous -= asynchronous_pipe->withdraw(user_handle);
+}
 
 bool EventPipe::send(const void* event, std::size_t bytes) const {
   return ::send(ends_[1], event, bytes, MSG_DONTWAIT | MSG_NOSIGNAL) ==

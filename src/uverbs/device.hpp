@@ -35,17 +35,23 @@ class EventPipe {
 
   int program_end() const { return ends_[0]; }  // the program's to close
   bool send(const void* event, std::size_t bytes) const;
+  // Takes back the events of an object that are not read yet: those whose first word is
+  // `user_handle`. How many they were.
+  std::uint32_t withdraw(std::uint64_t user_handle) const;
 
  private:
   int ends_[2] = {-1, -1};
+  int reading_ = -1;  // ours, of the program's end
 };
 
-// Who hears of an object's events. `completions` and `asynchronous` count what was sent.
+// Who hears of an object's events. `completions` and `asynchronous` count what was sent; when the
+// object is gone, what the program has read: it waits until it has acknowledged as many.
 struct Listener {
   std::shared_ptr<EventPipe> completion_pipe;
   std::shared_ptr<EventPipe> asynchronous_pipe;
   std::uint64_t user_handle = 0;
   std::atomic<std::uint32_t> completions{0}, asynchronous{0};
+  void withdraw_unread();
 };
 
 class Device {

@@ -291,6 +291,7 @@ void Context::destroy_cq(Call& call) {
   const std::uint32_t handle = call.handle(UVERBS_ATTR_DESTROY_CQ_HANDLE);
   const auto listener = get<Cq>(handle).listener;
   remove<Cq>(handle);
+  listener->withdraw_unread();
   const ib_uverbs_destroy_cq_resp response = {listener->completions, listener->asynchronous};
   call.out(UVERBS_ATTR_DESTROY_CQ_RESP, response);
 }
@@ -393,6 +394,7 @@ void Context::destroy_qp(Call& call) {
   const std::uint32_t handle = call.handle(UVERBS_ATTR_DESTROY_QP_HANDLE);
   const auto listener = get<Qp>(handle).listener;
   remove<Qp>(handle);
+  listener->withdraw_unread();
   const ib_uverbs_destroy_qp_resp response = {listener->asynchronous};
   call.out(UVERBS_ATTR_DESTROY_QP_RESP, response);
 }

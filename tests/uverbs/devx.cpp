@@ -1,0 +1,425 @@
+// DEVX through libmlx5, as the GPU libraries use it: queues in memory of our own, WQEs and
+// doorbells written by hand, CQEs read by hand. Runs under `belfry softnic run`.
+#include <gtest/gtest.h>
+#include <infiniband/mlx5dv.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <array>
+#include <cstring>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "belfry/mlx5/cqe.hpp"
+#include "belfry/mlx5/doorbell.hpp"
+#include "belfry/mlx5/wqe.hpp"
+#include "belfry/platform.hpp"
+#include "uverbs/prm.hpp"
+
+namespace {
+
+using namespace belfry;
+using uverbs::prm::Field;
+using uverbs::prm::Opcode;
+namespace prm = uverbs::prm;
+
+constexpr std::uint32_t log_blocks = 6, log_cqes = 6;
+
+ibv_context* open_device() {
+  int count = 0;
+  ibv_device** list = ibv_get_device_list(&count);
+  if (count == 0) return nullptr;
+  mlx5dv_context_attr attributes = {};
+  attributes.flags = MLX5DV_CONTEXT_FLAGS_DEVX;
+  ibv_context* context = mlx5dv_open_device(list[0], &attributes);
+  ibv_free_device_list(list);
+  return context;
+}
+
+// What the other side must know. Plain data.
+struct Address {
+  std::uint32_t qpn, rkey;
+  std::uint64_t memory;
+  ibv_gid gid;
+};
+
+// A device with one QP and its CQ, both over one umem, and a page of registered memory.
+class Side {
+ public:
+  static constexpr std::size_t bytes = 1 << 16;
+
+  Side() {
+    context = open_device();
+    if (context == nullptr) throw std::runtime_error("no mlx5 device with DEVX");
+    pd = ibv_alloc_pd(context);
+    memory = static_cast<std::byte*>(::mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE,
+                                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    queues = memory + bytes;
+    mr = ibv_reg_mr(pd, memory, bytes,
+                    IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
+                        IBV_ACCESS_REMOTE_ATOMIC);
+    uar = mlx5dv_devx_alloc_uar(context, MLX5DV_UAR_ALLOC_TYPE_BF);
+    umem = mlx5dv_devx_umem_reg(context, queues, bytes, IBV_ACCESS_LOCAL_WRITE);
+    if (mr == nullptr || uar == nullptr || umem == nullptr) {
+      throw std::runtime_error("registration, UAR or umem");
+    }
+    std::memset(cqes(), 0xff, cqe_bytes);
+    create_cq();
+    create_qp();
+  }
+
+  ~Side() {
+    EXPECT_EQ(mlx5dv_devx_obj_destroy(qp), 0);
+    EXPECT_EQ(mlx5dv_devx_obj_destroy(cq), 0);
+    EXPECT_EQ(mlx5dv_devx_umem_dereg(umem), 0);
+    mlx5dv_devx_free_uar(uar);
+    EXPECT_EQ(ibv_dereg_mr(mr), 0);
+    EXPECT_EQ(ibv_dealloc_pd(pd), 0);
+    EXPECT_EQ(ibv_close_device(context), 0);
+    ::munmap(memory, 2 * bytes);
+  }
+
+  Address address() const {
+    Address a = {qpn, mr->rkey, reinterpret_cast<std::uint64_t>(memory), {}};
+    ibv_query_gid(context, 1, 1, &a.gid);
+    return a;
+  }
+
+  int modify(Opcode opcode, const std::vector<std::pair<Field, std::uint64_t>>& fields,
+             const ibv_gid* gid = nullptr) {
+    std::array<std::byte, 0x880 / 8> in = {}, out = {};
+    prm::set(in, prm::opcode, static_cast<std::uint64_t>(opcode));
+    prm::set(in, prm::number, qpn);
+    for (const auto& [field, value] : fields) {
+      prm::set(in, prm::within(prm::qpc::at, field), value);
+    }
+    if (gid != nullptr) {
+      for (std::uint32_t i = 0; i < 16; ++i) {
+        prm::set(in, path({prm::path::remote_gid.offset + 8 * i, 8}), gid->raw[i]);
+      }
+    }
+    const int error = mlx5dv_devx_obj_modify(qp, in.data(), in.size(), out.data(), out.size());
+    last_status = prm::get(out, prm::status);
+    return error;
+  }
+
+  void connect(const Address& peer) {
+    using namespace prm;
+    const Field port = {qpc::primary_path + path::port.offset, path::port.width};
+    const Field timeout = {qpc::primary_path + path::ack_timeout.offset, path::ack_timeout.width};
+    ASSERT_EQ(modify(Opcode::rst2init, {{port, 1}, {qpc::rwe, 1}, {qpc::rre, 1}, {qpc::rae, 1}}),
+              0);
+    ASSERT_EQ(modify(Opcode::init2rtr,
+                     {{qpc::remote_qpn, peer.qpn}, {qpc::mtu, 3}, {qpc::min_rnr_nak, 1}},
+                     &peer.gid),
+              0);
+    ASSERT_EQ(modify(Opcode::rtr2rts,
+                     {{qpc::retry_count, 7}, {qpc::rnr_retry, 7}, {timeout, 14}}),
+              0);
+  }
+
+  std::uint64_t query(Field field) {
+    std::array<std::byte, 16> in = {};
+    std::array<std::byte, 0x880 / 8> out = {};
+    prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::query_qp));
+    prm::set(in, prm::number, qpn);
+    EXPECT_EQ(mlx5dv_devx_obj_query(qp, in.data(), in.size(), out.data(), out.size()), 0);
+    return prm::get(out, prm::within(prm::qpc::at, field));
+  }
+
+  // A WRITE of `length` bytes from our memory to the same offset of the peer's.
+  void write(const Address& peer, std::uint64_t offset, std::uint32_t length,
+             std::uint32_t rkey = 0) {
+    std::byte* block = queues + (producer % (1u << log_blocks)) * mlx5::wqe_block_bytes;
+    const auto control =
+        mlx5::control_segment(mlx5::Opcode::rdma_write, 0, static_cast<std::uint16_t>(producer),
+                              qpn, 3, mlx5::completion_always);
+    const mlx5::RemoteAddressSegment remote = {mlx5::be64(peer.memory + offset),
+                                               mlx5::be32(rkey != 0 ? rkey : peer.rkey), 0};
+    const mlx5::DataSegment data = {
+        mlx5::be32(length), mlx5::be32(mr->lkey),
+        mlx5::be64(reinterpret_cast<std::uint64_t>(memory) + offset)};
+    std::memcpy(block, &control, 16);
+    std::memcpy(block + 16, &remote, 16);
+    std::memcpy(block + 32, &data, 16);
+    ++producer;
+  }
+
+  // Fence, record, fence, register: the GPU libraries' form of the doorbell.
+  void ring() {
+    auto* record = reinterpret_cast<mlx5::DoorbellRecord*>(record_memory());
+    store<Order::release, Scope::system>(&record->send.raw, mlx5::be32(producer & 0xffff).raw);
+    store<Order::release, Scope::system>(static_cast<std::uint64_t*>(uar->reg_addr),
+                                         mlx5::doorbell_value(producer, qpn));
+  }
+
+  // The next CQE; null after ten seconds. The consumer index goes into the record.
+  const mlx5::Cqe* poll() {
+    const mlx5::Cqe* cqe = cqes() + (consumer % (1u << log_cqes));
+    const std::uint64_t deadline = now_ns() + 10'000'000'000ull;
+    for (;;) {
+      const mlx5::CqeTail tail = {load<Order::acquire, Scope::system>(
+          reinterpret_cast<const std::uint32_t*>(&cqe->wqe_counter))};
+      if (tail.valid(consumer, 1u << log_cqes)) break;
+      if (now_ns() > deadline) return nullptr;
+    }
+    ++consumer;
+    auto* record = reinterpret_cast<mlx5::CqDoorbellRecord*>(record_memory() + 64);
+    store<Order::release, Scope::system>(&record->consumer_index.raw,
+                                         mlx5::be32(consumer & 0xffffff).raw);
+    return cqe;
+  }
+
+  ibv_context* context = nullptr;
+  ibv_pd* pd = nullptr;
+  ibv_mr* mr = nullptr;
+  std::byte* memory = nullptr;
+  std::byte* queues = nullptr;
+  mlx5dv_devx_uar* uar = nullptr;
+  mlx5dv_devx_umem* umem = nullptr;
+  mlx5dv_devx_obj* cq = nullptr;
+  mlx5dv_devx_obj* qp = nullptr;
+  std::uint32_t cqn = 0, qpn = 0, producer = 0, consumer = 0;
+  std::uint64_t last_status = 0;
+
+ private:
+  static constexpr std::size_t ring_bytes = std::size_t{64} << log_blocks;
+  static constexpr std::size_t cqe_bytes = sizeof(mlx5::Cqe) << log_cqes;
+  // In the umem: the ring, the CQ, the two records.
+  mlx5::Cqe* cqes() const { return reinterpret_cast<mlx5::Cqe*>(queues + ring_bytes); }
+  std::byte* record_memory() const { return queues + ring_bytes + cqe_bytes; }
+  std::uint64_t offset(const void* pointer) const {
+    return static_cast<std::uint64_t>(static_cast<const std::byte*>(pointer) - queues);
+  }
+  static Field path(Field field) {
+    return prm::within(prm::qpc::at + prm::qpc::primary_path, field);
+  }
+
+  void create_cq() {
+    std::array<std::byte, 0x880 / 8> in = {};
+    std::array<std::byte, 16> out = {};
+    auto put = [&](Field field, std::uint64_t value) {
+      prm::set(in, prm::within(prm::cqc::at_create, field), value);
+    };
+    std::uint32_t eqn = 0;
+    ASSERT_EQ(mlx5dv_devx_query_eqn(context, 0, &eqn), 0);
+    prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_cq));
+    put(prm::cqc::log_size, log_cqes);
+    put(prm::cqc::uar_page, uar->page_id);
+    put(prm::cqc::eqn, eqn);
+    put(prm::cqc::dbr_umem_valid, 1);
+    put(prm::cqc::dbr_umem_id, umem->umem_id);
+    put(prm::cqc::dbr_address, offset(record_memory() + 64));
+    prm::set(in, prm::create_cq::umem_valid, 1);
+    prm::set(in, prm::create_cq::umem_id, umem->umem_id);
+    prm::set(in, prm::create_cq::umem_offset, offset(cqes()));
+    cq = mlx5dv_devx_obj_create(context, in.data(), in.size(), out.data(), out.size());
+    ASSERT_NE(cq, nullptr);
+    cqn = static_cast<std::uint32_t>(prm::get(out, prm::number));
+  }
+
+  void create_qp() {
+    std::array<std::byte, 0x880 / 8> in = {};
+    std::array<std::byte, 16> out = {};
+    auto put = [&](Field field, std::uint64_t value) {
+      prm::set(in, prm::within(prm::qpc::at, field), value);
+    };
+    mlx5dv_pd dv_pd = {};
+    mlx5dv_obj object = {};
+    object.pd.in = pd;
+    object.pd.out = &dv_pd;
+    ASSERT_EQ(mlx5dv_init_obj(&object, MLX5DV_OBJ_PD), 0);
+    prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_qp));
+    put(prm::qpc::pd, dv_pd.pdn);
+    put(prm::qpc::uar_page, uar->page_id);
+    put(prm::qpc::rq_type, 3);
+    put(prm::qpc::log_sq_size, log_blocks);
+    put(prm::qpc::send_cqn, cqn);
+    put(prm::qpc::receive_cqn, cqn);
+    put(prm::qpc::dbr_umem_valid, 1);
+    put(prm::qpc::dbr_umem_id, umem->umem_id);
+    put(prm::qpc::dbr_address, offset(record_memory()));
+    prm::set(in, prm::create_qp::umem_valid, 1);
+    prm::set(in, prm::create_qp::umem_id, umem->umem_id);
+    qp = mlx5dv_devx_obj_create(context, in.data(), in.size(), out.data(), out.size());
+    ASSERT_NE(qp, nullptr);
+    qpn = static_cast<std::uint32_t>(prm::get(out, prm::number));
+  }
+};
+
+TEST(Devx, capabilities_say_what_the_device_is) {
+  ibv_context* context = open_device();
+  ASSERT_NE(context, nullptr);
+  std::array<std::byte, 16> in = {};
+  std::array<std::byte, 16 + 0x1000> out = {};
+  prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::query_hca_cap));
+  ASSERT_EQ(mlx5dv_devx_general_cmd(context, in.data(), in.size(), out.data(), out.size()), 0);
+  EXPECT_EQ(prm::get(out, {0x80 + 0x1fc, 4}), 1u);  // cqe_version
+  EXPECT_EQ(prm::get(out, {0x80 + 0x23f, 1}), 1u);  // rc
+  EXPECT_EQ(prm::get(out, {0x80 + 0x21a, 1}), 0u);  // dct
+  EXPECT_EQ(ibv_close_device(context), 0);
+}
+
+TEST(Devx, a_command_that_is_none_says_bad_operation) {
+  ibv_context* context = open_device();
+  ASSERT_NE(context, nullptr);
+  std::array<std::byte, 16> in = {}, out = {};
+  prm::set(in, prm::opcode, 0x9ff);
+  EXPECT_EQ(mlx5dv_devx_general_cmd(context, in.data(), in.size(), out.data(), out.size()),
+            EREMOTEIO);
+  EXPECT_EQ(prm::get(out, prm::status), 2u);
+  EXPECT_EQ(ibv_close_device(context), 0);
+}
+
+TEST(Devx, writes_by_hand_arrive_and_complete_in_order) {
+  Side a, b;
+  const Address to_a = a.address(), to_b = b.address();
+  a.connect(to_b);
+  b.connect(to_a);
+  // More than twice around the ring and the CQ.
+  for (std::uint32_t i = 0; i < 200; ++i) {
+    const std::uint64_t at = 64 * (i % 16);
+    std::memset(a.memory + at, static_cast<int>(i + 1), 64);
+    a.write(to_b, at, 64);
+    a.ring();
+    const mlx5::Cqe* cqe = a.poll();
+    ASSERT_NE(cqe, nullptr) << i;
+    ASSERT_EQ(cqe->op_own >> 4, 0) << i;
+    ASSERT_EQ(cqe->wqe_counter.value(), i);
+    ASSERT_EQ(cqe->opcode_qpn.value() & 0xffffff, a.qpn);
+    ASSERT_EQ(std::memcmp(b.memory + at, a.memory + at, 64), 0) << i;
+  }
+  EXPECT_EQ(a.query(prm::qpc::state), 3u);
+  EXPECT_EQ(a.query(prm::qpc::remote_qpn), b.qpn);
+  EXPECT_EQ(a.query(prm::qpc::hw_sq_counter), 200u);
+}
+
+TEST(Devx, one_ring_announces_many_writes) {
+  Side a, b;
+  const Address to_b = b.address();
+  a.connect(to_b);
+  b.connect(a.address());
+  for (std::uint32_t i = 0; i < 32; ++i) {
+    std::memset(a.memory + 256 * i, static_cast<int>(i + 1), 256);
+    a.write(to_b, 256 * i, 256);
+  }
+  a.ring();
+  for (std::uint32_t i = 0; i < 32; ++i) ASSERT_NE(a.poll(), nullptr) << i;
+  EXPECT_EQ(std::memcmp(a.memory, b.memory, 32 * 256), 0);
+}
+
+TEST(Devx, a_wrong_rkey_is_an_error_cqe_and_reset_recovers) {
+  Side a, b;
+  const Address to_b = b.address();
+  a.connect(to_b);
+  b.connect(a.address());
+  a.write(to_b, 0, 8, to_b.rkey + 0x100);
+  a.write(to_b, 0, 8);
+  a.ring();
+  const mlx5::Cqe* cqe = a.poll();
+  ASSERT_NE(cqe, nullptr);
+  EXPECT_EQ(cqe->op_own >> 4, 13);
+  EXPECT_EQ(reinterpret_cast<const std::uint8_t*>(cqe)[mlx5::cqe_syndrome_offset], 0x13);
+  cqe = a.poll();
+  ASSERT_NE(cqe, nullptr);
+  EXPECT_EQ(reinterpret_cast<const std::uint8_t*>(cqe)[mlx5::cqe_syndrome_offset], 0x05);
+  EXPECT_EQ(a.query(prm::qpc::state), 6u);
+  // The peer's QP has ended too. Both start anew.
+  ASSERT_EQ(a.modify(Opcode::to_rst, {}), 0);
+  ASSERT_EQ(b.modify(Opcode::to_rst, {}), 0);
+  a.producer = 0;
+  a.connect(to_b);
+  b.connect(a.address());
+  std::memset(a.memory, 7, 8);
+  a.write(to_b, 0, 8);
+  a.ring();
+  ASSERT_NE(a.poll(), nullptr);
+  EXPECT_EQ(b.memory[7], std::byte{7});
+}
+
+TEST(Devx, steps_out_of_order_and_wrong_numbers_are_refused) {
+  Side a;
+  EXPECT_EQ(a.modify(Opcode::rtr2rts, {}), EREMOTEIO);
+  EXPECT_EQ(a.last_status, 9u);
+  std::array<std::byte, 0x880 / 8> in = {};
+  std::array<std::byte, 16> out = {};
+  prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_cq));
+  prm::set(in, prm::create_cq::umem_valid, 1);
+  prm::set(in, prm::create_cq::umem_id, 0xdead);
+  EXPECT_EQ(mlx5dv_devx_obj_create(a.context, in.data(), in.size(), out.data(), out.size()),
+            nullptr);
+  EXPECT_EQ(prm::get(out, prm::status), 5u);
+  // Beyond the end of the umem.
+  prm::set(in, prm::create_cq::umem_id, a.umem->umem_id);
+  prm::set(in, prm::create_cq::umem_offset, Side::bytes - 64);
+  prm::set(in, prm::within(prm::cqc::at_create, prm::cqc::log_size), 4);
+  EXPECT_EQ(mlx5dv_devx_obj_create(a.context, in.data(), in.size(), out.data(), out.size()),
+            nullptr);
+  EXPECT_EQ(prm::get(out, prm::status), 3u);
+}
+
+TEST(Devx, memory_of_a_descriptor_is_a_umem) {
+  Side a;
+  const int fd = ::memfd_create("umem", MFD_CLOEXEC);
+  ASSERT_EQ(::ftruncate(fd, 8192), 0);
+  mlx5dv_devx_umem_in in = {};
+  in.addr = nullptr;
+  in.size = 8192;
+  in.access = IBV_ACCESS_LOCAL_WRITE;
+  in.pgsz_bitmap = ~0ull << 12;
+  in.comp_mask = MLX5DV_UMEM_MASK_DMABUF;
+  in.dmabuf_fd = fd;
+  mlx5dv_devx_umem* umem = mlx5dv_devx_umem_reg_ex(a.context, &in);
+  ASSERT_NE(umem, nullptr);
+  EXPECT_EQ(mlx5dv_devx_umem_dereg(umem), 0);
+  in.size = 16384;
+  EXPECT_EQ(mlx5dv_devx_umem_reg_ex(a.context, &in), nullptr);
+  ::close(fd);
+}
+
+// The child is a process of its own before it opens a device.
+TEST(Devx, two_processes_write_to_each_other) {
+  int ends[2];
+  ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);
+  const pid_t child = ::fork();
+  const int mine = ends[child == 0 ? 1 : 0];
+  ::close(ends[child == 0 ? 0 : 1]);
+  const timeval limit = {20, 0};
+  ::setsockopt(mine, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof(limit));
+  {
+    Side side;
+    const Address self = side.address();
+    Address peer = {};
+    EXPECT_EQ(::send(mine, &self, sizeof(self), 0), static_cast<ssize_t>(sizeof(self)));
+    EXPECT_EQ(::recv(mine, &peer, sizeof(peer), 0), static_cast<ssize_t>(sizeof(peer)));
+    side.connect(peer);
+    char ready = 0;
+    EXPECT_EQ(::send(mine, &ready, 1, 0), 1);
+    EXPECT_EQ(::recv(mine, &ready, 1, 0), 1);
+    auto* mark = reinterpret_cast<std::uint64_t*>(side.memory + (child == 0 ? 8 : 0));
+    auto* theirs = reinterpret_cast<std::uint64_t*>(side.memory + (child == 0 ? 0 : 8));
+    const std::uint64_t deadline = now_ns() + 20'000'000'000ull;
+    for (std::uint64_t i = 1; i <= 100 && !testing::Test::HasFailure(); ++i) {
+      *mark = i;
+      side.write(peer, child == 0 ? 8 : 0, 8);
+      side.ring();
+      EXPECT_NE(side.poll(), nullptr) << i;
+      while (load<Order::acquire, Scope::system>(theirs) < i && now_ns() < deadline) {
+        ::usleep(1);
+      }
+      EXPECT_GE((load<Order::acquire, Scope::system>(theirs)), i);
+    }
+    EXPECT_EQ(::send(mine, &ready, 1, 0), 1);
+    EXPECT_EQ(::recv(mine, &ready, 1, 0), 1);
+  }
+  ::close(mine);
+  if (child == 0) ::_exit(testing::Test::HasFailure() ? 1 : 0);
+  int status = 0;
+  ASSERT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+}
+
+}  // namespace
