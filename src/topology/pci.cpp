@@ -12,10 +12,10 @@ namespace fs = std::filesystem;
 
 // The bridges from the host bridge down to the device, itself included: sysfs nests them.
 std::vector<std::string> way_down(const std::string& root, const std::string& device) {
+  std::vector<std::string> way;
   std::error_code error;
   const fs::path found = fs::canonical(root + "/sys/bus/pci/devices/" + device, error);
-  std::vector<std::string> way;
-  if (error) return way;
+  if (error || device.empty()) return way;
   for (const fs::path& part : found) {
     if (way.empty() && !part.string().starts_with("pci")) continue;
     way.push_back(part.string());
