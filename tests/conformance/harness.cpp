@@ -518,7 +518,8 @@ Outcome run_job(const Shape& shape) {
   return outcome;
 }
 
-std::string run_job_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap) {
+std::string run_job_as_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap) {
+  configure(shape.mode, shape.seed);
   const std::shared_ptr<Job> job = make_job(shape);
   std::string error;
   try {

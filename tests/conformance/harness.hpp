@@ -106,10 +106,8 @@ struct Outcome {
   std::uint64_t hash = 0;  // of the interleaving, in the seeded mode
 };
 Outcome run_job(const Shape& shape);
-
-// This process's rank of such a job, over the bootstrap's ranks; every rank makes the same shape.
-// Returns what was not as the model says.
-std::string run_job_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap);
+// The part of one rank, which is a process: its memory, signals and counters are compared, too.
+std::string run_job_as_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap);
 
 // ---- smaller jobs, written by hand ----
 

@@ -212,6 +212,18 @@ TEST_F(Mlx5, says_what_is_missing_before_it_is_opened) {
   unsetenv("BELFRY_RETRY_COUNT");
 }
 
+TEST_F(Mlx5, tells_other_ranks_before_it_is_opened_whether_they_reach_each_other) {
+  const Blob infiniband = identify_mlx5();
+  EXPECT_EQ(describe_mlx5(), "mlx5_0 port 1, InfiniBand");
+  EXPECT_EQ(mlx5_differs(infiniband, infiniband), "");
+  machine->facts[0].ports[0].pkeys = {0x8002};
+  expect_in(mlx5_differs(infiniband, identify_mlx5()), "0xffff here and 0x8002 there");
+  machine->facts[0].ports[0] = active_port(LinkLayer::ethernet);
+  expect_in(mlx5_differs(infiniband, identify_mlx5()), "link layer of the two ports");
+  expect_in(mlx5_differs(infiniband, Blob(3)), "3 bytes");
+  EXPECT_TRUE(machine->calls.empty());
+}
+
 TEST_F(Mlx5, refuses_a_nic_without_atomics_since_signals_are_built_on_them) {
   machine->atomics = false;
   expect_in(refusal(-1), "atomics of mlx5_0");

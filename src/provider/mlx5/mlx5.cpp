@@ -72,18 +72,23 @@ class Ringer {
 
 class Connection;
 
+// The port that would be opened for the memory of `gpu`, and how it is named to others.
+struct Plan {
+  NicFacts facts;
+  Port port;
+  std::string port_reason;
+  Gid gid;
+  std::string gid_reason;
+  std::uint32_t pkey_index = 0;
+  PortAddress address;
+};
+
 // An open port, as its queues use it; they must not outlive it.
 struct Device {
   std::shared_ptr<Machine> machine;
   LinkSettings settings;
   int gpu = -1;
-  NicFacts facts;
-  Port port;
-  std::string port_reason;
-  std::string gid_reason;
-  Gid gid;
-  std::uint32_t pkey_index = 0;
-  PortAddress address;
+  Plan plan;
   std::uint32_t atomic_mode = prm::atomic_mode_specified;
   std::unique_ptr<OpenNic> nic;
   Uar uar;
@@ -233,13 +238,13 @@ class Connection {
   void connect(std::span<const std::byte> remote_device, std::span<const std::byte> remote_queue) {
     const auto theirs = value_of<PortAddress>(remote_device, "address of a peer's port");
     Device& d = *device_;
-    prm::PathParameters path =
-        plan_path(d.address, theirs, d.port, d.gid.index, d.pkey_index, d.settings);
+    prm::PathParameters path = plan_path(d.plan.address, theirs, d.plan.port, d.plan.gid.index,
+                                         d.plan.pkey_index, d.settings);
     path.remote_qpn = value_of<std::uint32_t>(remote_queue, "number of a peer's queue");
     path.atomic_mode = d.atomic_mode;
     const std::uint32_t qpn = qp_->number();
     if (path.ethernet) {
-      if (d.gid.type == GidType::roce_v2) {
+      if (d.plan.gid.type == GidType::roce_v2) {
         path.udp_source_port = udp_source_port(qpn, path.remote_qpn);
       }
       const auto mac = d.nic->resolve(path);
@@ -266,11 +271,11 @@ class Connection {
     told_ = true;
     const auto out = qp_->query(prm::query_qp(qp_->number()), prm::query_qp_out_bytes);
     if (!out) {
-      return fmt::format("{}: queue 0x{:x} to rank {}: QUERY_QP: {}", device_->facts.name,
+      return fmt::format("{}: queue 0x{:x} to rank {}: QUERY_QP: {}", device_->plan.facts.name,
                          qp_->number(), peer_, out.why);
     }
     return fmt::format("{}: queue 0x{:x} to rank {}: the NIC holds it in {}, at block {} of {}",
-                       device_->facts.name, qp_->number(), peer_,
+                       device_->plan.facts.name, qp_->number(), peer_,
                        prm::state_name(out.value->get(prm::qp_context::state)),
                        out.value->get(prm::qp_context::hardware_block),
                        out.value->get(prm::qp_context::software_block));
@@ -280,7 +285,7 @@ class Connection {
   std::shared_ptr<NicObject> create(const prm::Words& in, const char* what) {
     Attempt<std::shared_ptr<NicObject>> made = device_->nic->create(in);
     if (made) return std::move(*made.value);
-    throw Error(fmt::format("a {} of {}", what, device_->facts.name), made.why, "one more",
+    throw Error(fmt::format("a {} of {}", what, device_->plan.facts.name), made.why, "one more",
                 "use fewer contexts or ranks, or a smaller queue_depth; see `dmesg`");
   }
 
@@ -299,8 +304,8 @@ class Connection {
     if (found == first_block_) return;
     throw Error(
         "option first_index",
-        fmt::format("{}, and {} starts at block {}", first_block_, device_->facts.name, found), "0",
-        "leave it out: it is for tests on SoftNIC");
+        fmt::format("{}, and {} starts at block {}", first_block_, device_->plan.facts.name, found),
+        "0", "leave it out: it is for tests on SoftNIC");
   }
 
   std::shared_ptr<Device> device_;
@@ -440,6 +445,24 @@ LinkSettings settings_here() {
   return link_settings([](const char* name) -> const char* { return std::getenv(name); });
 }
 
+Plan plan_for(Machine& machine, const LinkSettings& settings, int gpu) {
+  Plan p;
+  const std::vector<NicFacts> nics = usable_nics(machine);
+  const PortChoice choice = port_for(machine, nics, settings, gpu);
+  p.facts = nics[choice.nic];
+  p.port = p.facts.ports[choice.port];
+  p.port_reason = choice.reason;
+  p.gid = choose_gid(p.port, settings, p.gid_reason);
+  p.pkey_index = choose_pkey(p.port, settings);
+  p.address.layer = p.port.layer;
+  p.address.gid_type = p.gid.type;
+  p.address.gid = p.gid.bytes;
+  p.address.mtu = std::min(p.port.mtu, settings.mtu.value_or(p.port.mtu));
+  p.address.lid = p.port.lid;
+  p.address.pkey = p.pkey_index < p.port.pkeys.size() ? p.port.pkeys[p.pkey_index] : 0xffff;
+  return p;
+}
+
 class Mlx5Provider final : public Provider {
  public:
   explicit Mlx5Provider(const Options& options) : device_(std::make_shared<Device>()) {
@@ -447,26 +470,14 @@ class Mlx5Provider final : public Provider {
     d.machine = machine_of_mlx5();
     d.settings = settings_here();
     d.gpu = options.gpu;
-    const std::vector<NicFacts> nics = usable_nics(*d.machine);
-    const PortChoice choice = port_for(*d.machine, nics, d.settings, options.gpu);
-    d.facts = nics[choice.nic];
-    d.port = d.facts.ports[choice.port];
-    d.port_reason = choice.reason;
-    d.gid = choose_gid(d.port, d.settings, d.gid_reason);
-    d.pkey_index = choose_pkey(d.port, d.settings);
-    d.nic = d.machine->open(d.facts);
+    d.plan = plan_for(*d.machine, d.settings, options.gpu);
+    d.nic = d.machine->open(d.plan.facts);
     if (!d.nic->has_atomics()) {
-      throw Error(fmt::format("atomics of {}", d.facts.name), "none",
+      throw Error(fmt::format("atomics of {}", d.plan.facts.name), "none",
                   "IBV_ATOMIC_HCA or better: signals are built on them",
                   "enable them with mlxconfig, or use another provider");
     }
-    d.address.layer = d.port.layer;
-    d.address.gid_type = d.gid.type;
-    d.address.gid = d.gid.bytes;
-    d.address.mtu = std::min(d.port.mtu, d.settings.mtu.value_or(d.port.mtu));
-    d.address.lid = d.port.lid;
-    d.address.pkey = d.pkey_index < d.port.pkeys.size() ? d.port.pkeys[d.pkey_index] : 0xffff;
-    d.address.log_atomics =
+    d.plan.address.log_atomics =
         static_cast<std::uint8_t>(std::bit_width(std::clamp(d.nic->most_atomics(), 1u, 128u)) - 1);
     const auto atomics =
         d.nic->ask(prm::query_capability(prm::capability_atomic), prm::capability_out_bytes);
@@ -491,16 +502,16 @@ class Mlx5Provider final : public Provider {
     Device& d = *device_;
     const std::lock_guard guard(d.mutex);
     std::string text =
-        fmt::format("{} port {} ({}), {}, MTU {}, GID {} ({}), registers {}", d.facts.name,
-                    d.port.number, d.port_reason, to_string(d.gid.type), 128u << d.address.mtu,
-                    d.gid.index, d.gid_reason, d.uar_how);
+        fmt::format("{} port {} ({}), {}, MTU {}, GID {} ({}), registers {}", d.plan.facts.name,
+                    d.plan.port.number, d.plan.port_reason, to_string(d.plan.gid.type),
+                    128u << d.plan.address.mtu, d.plan.gid.index, d.plan.gid_reason, d.uar_how);
     if (!d.memory_how.empty()) text += ", queues of kernels in " + d.memory_how;
     if (!d.ring_how.empty()) text += ", rung " + d.ring_how;
     if (!d.windows_how.empty()) text += ", windows by " + d.windows_how;
     return text;
   }
 
-  Blob address() const override { return blob_of(device_->address); }
+  Blob address() const override { return blob_of(device_->plan.address); }
 
   Registration register_memory(void* address, std::size_t bytes, const memory::SharedSegment*,
                                bool ordered) override {
@@ -541,7 +552,8 @@ class Mlx5Provider final : public Provider {
   MemoryKeys registered(void* address, std::size_t bytes, bool relaxed) {
     Device& d = *device_;
     using Result = Attempt<MemoryKeys>;
-    const std::string thing = fmt::format("registration of {} bytes with {}", bytes, d.facts.name);
+    const std::string thing =
+        fmt::format("registration of {} bytes with {}", bytes, d.plan.facts.name);
     if (d.gpu < 0) {
       Result keys = d.nic->register_memory(address, bytes, relaxed);
       if (keys) return std::move(*keys.value);
@@ -590,6 +602,23 @@ std::string probe_mlx5() {
     return {};
   } catch (const Error& e) {
     return e.what();
+  }
+}
+
+std::string describe_mlx5() {
+  const Plan p = plan_for(*machine_of_mlx5(), settings_here(), -1);
+  return fmt::format("{} port {}, {}", p.facts.name, p.port.number, to_string(p.address.gid_type));
+}
+
+Blob identify_mlx5() { return blob_of(plan_for(*machine_of_mlx5(), settings_here(), -1).address); }
+
+std::string mlx5_differs(const Blob& a, const Blob& b) {
+  try {
+    const auto one = value_of<PortAddress>(a, "a rank's port");
+    (void)plan_path(one, value_of<PortAddress>(b, "a rank's port"), {}, 0, 0, {});
+    return {};
+  } catch (const Error& e) {
+    return fmt::format("{}: {}; {}", e.thing(), e.found(), e.remedy());
   }
 }
 

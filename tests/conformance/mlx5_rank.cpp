@@ -31,7 +31,7 @@ int main() {
           s.options.first_index = first;
           s.options.collapsed_cq = collapsed;
           s.shared = {true, false};
-          const std::string error = run_job_rank(s, bootstrap);
+          const std::string error = run_job_as_rank(s, bootstrap);
           if (!error.empty()) {
             std::printf("rank %d, path %s, %s CQ, seed %llu: %s\n", bootstrap->rank(),
                         to_string(path), collapsed ? "collapsed" : "ordinary",
