@@ -93,14 +93,14 @@ std::string mlx5_would_use(const Machine& m) {
   }
 }
 
-struct Row {
+struct PathRow {
   const char* path;
   bool works;
   const char* with;
   const char* without;
 };
 
-std::vector<Row> rows(bool works, bool drivable) {
+std::vector<PathRow> rows(bool works, bool drivable) {
   const char* no_queue = "no kernel can drive its queues";
   const char* absent = "the provider does not work here";
   return {
@@ -155,7 +155,7 @@ int doctor(const std::string& json) {
     drivable = drivable || (works && factory.device_queues);
     nlohmann::json entry{{"name", factory.name}, {"works", works}, {"missing", missing}};
     std::string paths;
-    for (const Row& row : rows(works, factory.device_queues)) {
+    for (const PathRow& row : rows(works, factory.device_queues)) {
       entry["paths"].push_back(
           {{"path", row.path}, {"works", row.works}, {"why", row.works ? row.with : row.without}});
       if (row.works) paths += (paths.empty() ? "" : ", ") + std::string(row.path);
@@ -168,10 +168,10 @@ int doctor(const std::string& json) {
     report["providers"].push_back(std::move(entry));
   }
   std::printf("\npaths between two ranks on this host\n");
-  std::vector<Row> paths{{"lsa", shared.good, "plain loads and stores to mapped windows",
-                          "memory cannot be shared, see above"}};
-  for (const Row& row : rows(any, drivable)) paths.push_back(row);
-  for (const Row& row : paths) {
+  std::vector<PathRow> paths{{"lsa", shared.good, "plain loads and stores to mapped windows",
+                              "memory cannot be shared, see above"}};
+  for (const PathRow& row : rows(any, drivable)) paths.push_back(row);
+  for (const PathRow& row : paths) {
     std::printf("%-4s %-10s %s\n", row.works ? "yes" : "no", row.path,
                 row.works ? row.with : row.without);
     report["paths"].push_back(
