@@ -1,5 +1,6 @@
 #include "memory/gpu.hpp"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <fmt/format.h>
 
@@ -313,6 +314,114 @@ void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes
 
 void copy_from_gpu(int device, void* target, const void* source, std::size_t bytes) {
   copy(device, target, source, bytes, false);
+}
+
+// ---- for a NIC that reaches a GPU ----
+
+namespace {
+
+// A function of the driver, which is not linked: a machine without a GPU has none.
+template <class Function>
+Function driver_function(const char* name) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+#if CUDART_VERSION >= 12050
+  const cudaError_t code = cudaGetDriverEntryPointByVersion(
+      name, &found, static_cast<unsigned>(CUDART_VERSION), cudaEnableDefault, &result);
+#else
+  const cudaError_t code = cudaGetDriverEntryPoint(name, &found, cudaEnableDefault, &result);
+#endif
+  if (code != cudaSuccess || result != cudaDriverEntryPointSuccess) {
+    (void)cudaGetLastError();
+    return nullptr;
+  }
+  return reinterpret_cast<Function>(found);
+}
+
+bool driver_attribute(CUdevice_attribute attribute, int device) {
+  const auto get =
+      driver_function<CUresult (*)(int*, CUdevice_attribute, CUdevice)>("cuDeviceGetAttribute");
+  int value = 0;
+  return get != nullptr && get(&value, attribute, device) == CUDA_SUCCESS && value != 0;
+}
+
+}  // namespace
+
+std::string gpu_pci_address(int device) {
+  std::array<char, 32> text{};
+  check(cudaDeviceGetPCIBusId(text.data(), static_cast<int>(text.size()), device),
+        fmt::format("GPU {}", device), "see `belfry doctor`");
+  std::string address = text.data();
+  for (char& c : address) c = static_cast<char>(c >= 'A' && c <= 'F' ? c - 'A' + 'a' : c);
+  return address;
+}
+
+GpuAbilities gpu_abilities(int device) {
+  const OnDevice on(device);  // makes the driver's side of the device
+  GpuAbilities abilities;
+  abilities.dmabuf = driver_attribute(CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED, device);
+  abilities.direct_rdma = driver_attribute(CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_SUPPORTED, device);
+  abilities.stream_memops =
+      driver_attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, device);
+  int ordering = 0;
+  if (cudaDeviceGetAttribute(&ordering, cudaDevAttrGPUDirectRDMAWritesOrdering, device) ==
+      cudaSuccess) {
+    abilities.ordered_writes = ordering >= cudaGPUDirectRDMAWritesOrderingOwner;
+  }
+  int atomics = 0;
+  if (cudaDeviceGetAttribute(&atomics, cudaDevAttrHostNativeAtomicSupported, device) ==
+      cudaSuccess) {
+    abilities.host_atomics = atomics != 0;
+  }
+  (void)cudaGetLastError();
+  (void)cudaDriverGetVersion(&abilities.driver_version);
+  return abilities;
+}
+
+std::string export_dmabuf(int device, void* address, std::size_t bytes, int& fd,
+                          std::uint64_t& offset) {
+  if (!gpu_abilities(device).dmabuf) {
+    return "the driver offers no dmabuf: install the open kernel modules of the NVIDIA driver, "
+           "and Linux 5.12 or later";
+  }
+  const auto get =
+      driver_function<CUresult (*)(void*, CUdeviceptr, std::size_t, CUmemRangeHandleType,
+                                   unsigned long long)>("cuMemGetHandleForAddressRange");
+  if (get == nullptr) return "the driver has no cuMemGetHandleForAddressRange: CUDA 11.7 has it";
+  constexpr std::uint64_t page = 4096;
+  const auto first = reinterpret_cast<std::uint64_t>(address) / page * page;
+  const auto end = (reinterpret_cast<std::uint64_t>(address) + bytes + page - 1) / page * page;
+  const OnDevice on(device);
+  int made = -1;
+  const CUresult code = get(&made, first, end - first, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0);
+  if (code != CUDA_SUCCESS) {
+    return fmt::format("cuMemGetHandleForAddressRange says {}", static_cast<int>(code));
+  }
+  fd = made;
+  offset = reinterpret_cast<std::uint64_t>(address) - first;
+  return {};
+}
+
+std::string map_registers(void* page, std::size_t bytes, void*& for_kernels) {
+  const cudaError_t code = cudaHostRegister(
+      page, bytes, cudaHostRegisterPortable | cudaHostRegisterMapped | cudaHostRegisterIoMemory);
+  if (code != cudaSuccess) {
+    (void)cudaGetLastError();
+    return fmt::format(
+        "cudaHostRegister with IoMemory says {}: load the driver with "
+        "NVreg_RegistryDwords=\"PeerMappingOverride=1;\"",
+        cudaGetErrorString(code));
+  }
+  const cudaError_t got = cudaHostGetDevicePointer(&for_kernels, page, 0);
+  if (got == cudaSuccess) return {};
+  (void)cudaGetLastError();
+  unmap_registers(page);
+  return fmt::format("cudaHostGetDevicePointer says {}", cudaGetErrorString(got));
+}
+
+void unmap_registers(void* page) noexcept {
+  (void)cudaHostUnregister(page);
+  (void)cudaGetLastError();
 }
 
 }  // namespace belfry::memory

@@ -124,4 +124,30 @@ class PinnedArray {
 void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes);
 void copy_from_gpu(int device, void* target, const void* source, std::size_t bytes);
 
+// ---- for a NIC that reaches a GPU ----
+
+// "0000:0f:00.0"
+std::string gpu_pci_address(int device);
+
+// What CUDA says that the GPU and its driver can.
+struct GpuAbilities {
+  bool dmabuf = false;          // its memory can be passed to other drivers as a dmabuf
+  bool direct_rdma = false;     // other devices may reach its memory at all
+  bool stream_memops = false;   // streams write and wait on 64-bit words
+  bool ordered_writes = false;  // kernels see what a NIC wrote without a flush by the CPU
+  bool host_atomics = false;    // its atomics on host memory are atomic with the CPU's
+  int driver_version = 0;       // 13000: CUDA 13.0 is the newest that the driver knows
+};
+GpuAbilities gpu_abilities(int device);
+
+// A descriptor of `bytes` from `address`, and where in it they begin; the caller closes it. Returns
+// why it could not be made, or an empty string.
+std::string export_dmabuf(int device, void* address, std::size_t bytes, int& fd,
+                          std::uint64_t& offset);
+
+// Makes a page of a device's registers reachable for kernels of every GPU of this process. Returns
+// why it could not be done, or an empty string. unmap_registers() undoes it.
+std::string map_registers(void* page, std::size_t bytes, void*& for_kernels);
+void unmap_registers(void* page) noexcept;
+
 }  // namespace belfry::memory

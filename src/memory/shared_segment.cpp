@@ -129,6 +129,28 @@ SharedSegment::SharedSegment(const std::string& name, std::size_t bytes) {
   table().mappings[identity(name_)] = mapping_;
 }
 
+SharedSegment SharedSegment::over(int fd) {
+  SharedSegment segment;
+  const int seals = ::fcntl(fd, F_GET_SEALS);
+  struct stat status = {};
+  if (seals < 0 || (seals & F_SEAL_SHRINK) == 0 || ::fstat(fd, &status) != 0 ||
+      status.st_size <= 0) {
+    return segment;
+  }
+  const int own = ::fcntl(fd, F_DUPFD_CLOEXEC, 0);
+  if (own < 0) return segment;
+  const auto bytes = static_cast<std::size_t>(status.st_size);
+  try {
+    segment.mapping_ = map_descriptor(own, bytes, "a memory file of this process");
+  } catch (...) {
+    ::close(own);
+    throw;
+  }
+  segment.name_ = {own_pid(), own, own_start_time(), static_cast<std::uint64_t>(status.st_ino),
+                   bytes};
+  return segment;
+}
+
 SharedSegment::~SharedSegment() { close(); }
 
 SharedSegment::SharedSegment(SharedSegment&& other) noexcept
@@ -147,7 +169,10 @@ void SharedSegment::close() {
   if (!mapping_) return;
   {
     const std::lock_guard lock(table().mutex);
-    table().mappings.erase(identity(name_));
+    const auto found = table().mappings.find(identity(name_));
+    if (found != table().mappings.end() && found->second.lock() == mapping_) {
+      table().mappings.erase(found);
+    }
   }
   // After a fork() the child holds a copy of this object, of its descriptor and of its mapping:
   // closing the copies there leaves the creator's alone.

@@ -46,6 +46,9 @@ class SharedSegment {
   SharedSegment() = default;
   // Rounds `bytes` up to whole pages; at least one. Throws belfry::Error.
   SharedSegment(const std::string& name, std::size_t bytes);
+  // A segment over a memfd of this process that is sealed against shrinking and mapped by someone
+  // else already; empty for any other descriptor. `fd` stays the caller's.
+  static SharedSegment over(int fd);
   ~SharedSegment();
   SharedSegment(SharedSegment&&) noexcept;
   SharedSegment& operator=(SharedSegment&&) noexcept;

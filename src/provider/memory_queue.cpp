@@ -30,8 +30,9 @@ class Layout {
 
 queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config) {
   const std::uint32_t cq_depth = config.collapsed ? 1 : config.depth;
+  const std::uint32_t cq_entries = config.collapsed ? collapsed_cq_entries : config.depth;
   auto* ring = layout.take<mlx5::WqeBlock>(config.depth, page);
-  auto* cqes = layout.take<mlx5::Cqe>(cq_depth);
+  auto* cqes = layout.take<mlx5::Cqe>(cq_entries, page);
   auto* record = layout.take<mlx5::DoorbellRecord>(1);
   auto* cq_record = layout.take<mlx5::CqDoorbellRecord>(1);
   auto* doorbell = layout.take<std::uint64_t>(1);

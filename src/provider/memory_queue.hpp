@@ -15,6 +15,9 @@ inline std::uint32_t log2_of(std::uint32_t power) {
   return static_cast<std::uint32_t>(std::countr_zero(power));
 }
 
+// A collapsed CQ fills one entry, and takes a page: hardware counts CQs in pages.
+inline constexpr std::uint32_t collapsed_cq_entries = 64;
+
 // What a queue of this configuration takes, in bytes, and the queue laid out in zeroed memory of
 // that size, which begins at a page: initialised, not yet connected.
 std::size_t queue_bytes(const QueueConfig& config);
@@ -39,6 +42,7 @@ class MemoryQueue : public Queue {
 
  protected:
   std::uint32_t qpn() const { return send_->qpn; }
+  std::byte* memory() const { return memory_.get(); }
 
  private:
   std::shared_ptr<std::byte> memory_;  // everything the queue consists of

@@ -24,9 +24,8 @@ constexpr Factory absent(const char* name, const char* what, bool device_queues,
 
 std::span<const Factory> factories() {
   static const std::array<Factory, 4> list{{
-      absent(
-          "mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true,
-          [] { return std::string("not part of this build; the soft provider stands in for it"); }),
+      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, BELFRY_WITH_CUDA != 0,
+       probe_mlx5, open_mlx5, describe_mlx5, identify_mlx5, mlx5_differs},
 #if BELFRY_WITH_VERBS
       {"verbs", "libibverbs: any RDMA NIC", false, false, probe_verbs, open_verbs, describe_verbs,
        identify_verbs, verbs_differs},

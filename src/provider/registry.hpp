@@ -5,6 +5,14 @@
 
 namespace belfry::provider {
 
+std::string probe_mlx5();
+std::unique_ptr<Provider> open_mlx5(const Options& options);
+// The port that it would take, for people and for other ranks; and why two ports do not reach each
+// other, or an empty string.
+std::string describe_mlx5();
+Blob identify_mlx5();
+std::string mlx5_differs(const Blob& a, const Blob& b);
+
 std::string probe_soft();
 std::unique_ptr<Provider> open_soft(const Options& options);
 std::string describe_soft();

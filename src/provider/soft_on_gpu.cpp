@@ -10,6 +10,7 @@
 
 #include "memory/gpu.hpp"
 #include "provider/blob.hpp"
+#include "provider/copied_queue.hpp"
 #include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
 #include "provider/soft_queue.hpp"
@@ -84,81 +85,31 @@ class PinnedQueue final : public MemoryQueue {
   Pair pair_;
 };
 
-// Driven by kernels. The CPU sees it in copies.
-class GpuQueue final : public Queue {
+// Driven by kernels.
+class GpuQueue final : public CopiedQueue {
  public:
   // `ringing`: posters ring a register, which a strict engine checks; else the engine sees the
   // record alone, and posters are spared two fences of the system's scope.
   GpuQueue(std::shared_ptr<softnic::KernelEngine> engine, int device, bool ringing,
            const QueueConfig& config)
-      : image_(queue_bytes(config)), block_(device, image_.size()), device_(device) {
-    queue::SendQueue* q = lay_out_queue(here(), config);
-    at_ = reinterpret_cast<std::byte*>(q) - here();
-    if (!ringing) q->doorbell = nullptr;
-    moved(*q, here(), there());
-    pair_.emplace(std::move(engine), *q, config);
-    memory::copy_to_gpu(device_, there(), here(), image_.size());
+      : CopiedQueue(config, memory_of_gpu(device, queue_bytes(config))),
+        pair_(std::move(engine), with_register(image(), ringing), config) {
+    publish();
   }
 
-  Blob address() const override { return blob_of(pair_->qpn()); }
+  Blob address() const override { return blob_of(pair_.qpn()); }
   void connect(std::span<const std::byte> remote_device,
                std::span<const std::byte> remote_queue) override {
-    pair_->connect(remote_device, remote_queue);
+    pair_.connect(remote_device, remote_queue);
   }
-  queue::SendQueue* send_queue() override {
-    return reinterpret_cast<queue::SendQueue*>(there() + at_);
-  }
-  QueueState state() override {
-    const queue::SendQueue& q = fetch();
-    return {q.qpn, q.reserved, q.ready, q.rung, q.completed};
-  }
-  bool post(const queue::Command&, const post::Resolved&, std::uint64_t&, std::uint64_t&) override {
-    throw Error(fmt::format("queue 0x{:x}", pair_->qpn()), "a post by the CPU",
-                "a post by a kernel of its GPU", "this is a fault of belfry");
-  }
-  void ring() override {}
-  // Kernels take in their completions; what no kernel has taken in is not counted yet.
-  void poll() override {}
-  bool complete(std::uint64_t end) override { return reached(fetch().completed, end); }
-  std::uint64_t* results() override { return nullptr; }
 
  private:
-  std::byte* here() { return image_.data(); }
-  std::byte* there() { return static_cast<std::byte*>(block_.data()); }
-
-  static void moved(queue::SendQueue& q, const std::byte* from, std::byte* to) {
-    const auto move = [&](auto*& pointer) {
-      if (pointer == nullptr) return;
-      auto* address = reinterpret_cast<const std::byte*>(pointer) - from + to;
-      pointer = reinterpret_cast<std::remove_reference_t<decltype(pointer)>>(address);
-    };
-    move(q.ring);
-    move(q.record);
-    move(q.doorbell);
-    move(q.cqes);
-    move(q.cq_record);
-    move(q.slot_counters);
-    move(q.results);
-    move(q.result_busy);
-  }
-
-  // A copy of the queue whose completions are taken in as far as its CQ goes. Counters are left
-  // to kernels: they bump the words that count.
-  const queue::SendQueue& fetch() {
-    memory::copy_from_gpu(device_, here(), there(), image_.size());
-    auto& q = *reinterpret_cast<queue::SendQueue*>(here() + at_);
-    moved(q, there(), here());
-    q.poll_lock = 0;
-    q.uses_counters = 0;
-    queue::poll(q);
+  static queue::SendQueue& with_register(queue::SendQueue& q, bool ringing) {
+    if (!ringing) q.doorbell = nullptr;
     return q;
   }
 
-  std::vector<std::byte> image_;
-  memory::GpuBlock block_;
-  int device_;
-  std::ptrdiff_t at_ = 0;
-  std::optional<Pair> pair_;
+  Pair pair_;
 };
 
 class SoftOnGpu final : public Provider {

@@ -158,6 +158,7 @@ struct Peer {
 struct HostQp : EngineQp {
   std::uint32_t index = 0;
   bool active = false;
+  std::uint64_t served_pass = 0;  // the last in which it was looked at
   QpConfig config;
   QpAttributes attributes;
   std::shared_ptr<Peer> peer;
@@ -889,11 +890,14 @@ bool SoftNic::Implementation::serve_active() {
     HostQp& qp = *active[next];
     if (++next == n) next = 0;
     if (draw(*this, option.reorder)) continue;
+    qp.served_pass = pass_number;
     worked |= serve_queue(*this, qp);
     if (qp.watching && option.strict) check_watch(*this, qp);
   }
   for (std::size_t i = 0; i < active.size();) {
-    if (has_work(*active[i])) {
+    // One that was passed over may be here for a ring that named another queue of its register:
+    // only its record, which nobody has looked at yet, says that there is work.
+    if (has_work(*active[i]) || active[i]->served_pass != pass_number) {
       ++i;
       continue;
     }

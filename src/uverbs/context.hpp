@@ -14,6 +14,7 @@
 #include <string>
 #include <vector>
 
+#include "memory/shared_segment.hpp"
 #include "uverbs/call.hpp"
 #include "uverbs/device.hpp"
 #include "uverbs/prm.hpp"
@@ -67,7 +68,8 @@ struct Mr final : Object {
   Pd* pd = nullptr;
   std::uint32_t key = 0;
   std::uint64_t bytes = 0, iova = 0;
-  void* mapping = nullptr;  // of a dmabuf
+  memory::SharedSegment segment;  // where the memory lies in one: peers then reach it directly
+  void* mapping = nullptr;        // of a dmabuf
   std::uint64_t mapping_bytes = 0;
 };
 

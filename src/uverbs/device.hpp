@@ -60,7 +60,8 @@ class Device {
   static std::shared_ptr<Device> open(std::uint32_t number);
   // Of the process, when a pass over every device is wanted: what a program's own post and poll
   // calls do while they are here. Cheap where there is none.
-  static void progress_all();
+  // True when there was work.
+  static bool progress_all();
 
   explicit Device(std::uint32_t number);
   ~Device();
@@ -79,6 +80,7 @@ class Device {
                               std::uint16_t lid) const;
 
  private:
+  friend bool progress_of_program();
   void run();
   void heard(const softnic::Event& event);
 
@@ -90,7 +92,13 @@ class Device {
   // CQs and QPs have numbers of their own.
   std::map<std::pair<bool, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
   std::atomic<bool> ending_{false};
+  // When the program last ran the engine by itself: the thread then keeps out of its way.
+  std::atomic<std::uint64_t> driven_{0};
   std::thread thread_;
 };
+
+// A pass over every device for a program that runs the engine in place of the library's thread,
+// which it then does again and again. True when there was work.
+bool progress_of_program();
 
 }  // namespace belfry::uverbs

@@ -286,6 +286,7 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
   config.send_cqn = send_cq->cqn;
   config.receive_cqn = receive_cq != nullptr ? receive_cq->cqn : 0;
   config.user_index = field(prm::qpc::user_index);
+  config.initial_producer_index = static_cast<std::uint16_t>(field(prm::qpc::hw_sq_counter));
   qp->qpn = device_->nic().create_qp(config);
   qp->send_cq = send_cq;
   qp->receive_cq = receive_cq;

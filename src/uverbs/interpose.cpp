@@ -24,6 +24,7 @@
 #include <string>
 
 #include "uverbs/descriptors.hpp"
+#include "uverbs/device.hpp"
 #include "uverbs/operations.hpp"
 
 #define BELFRY_EXPORT extern "C" __attribute__((visibility("default")))
@@ -218,6 +219,15 @@ BELFRY_EXPORT int socket(int domain, int type, int protocol) {
     return -1;
   }
   return BELFRY_NEXT(socket)(domain, type, protocol);
+}
+
+// ---- belfry ----
+
+// For a program that polls completion queues in memory and has a thread to spare for the engine:
+// found by dlsym, called often, after the device was opened. Not 0 when there was work.
+BELFRY_EXPORT int belfry_softnic_progress() {
+  const Inside inside;
+  return progress_of_program() ? 1 : 0;
 }
 
 // ---- libibverbs ----

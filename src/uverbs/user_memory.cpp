@@ -1,6 +1,8 @@
 #include "uverbs/user_memory.hpp"
 
+#include <dirent.h>
 #include <fcntl.h>
+#include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
@@ -60,6 +62,48 @@ void check_range(std::uint64_t address, std::uint64_t bytes, bool writable) {
   std::free(line);
   std::fclose(maps);
   if (covered < end) throw Failure{EFAULT};
+}
+
+Backing backing_of(std::uint64_t address, std::uint64_t bytes) {
+  FILE* maps = std::fopen("/proc/self/maps", "re");
+  if (maps == nullptr) return {};
+  std::uint64_t inode = 0, offset = 0;
+  char* line = nullptr;
+  std::size_t capacity = 0;
+  while (::getline(&line, &capacity, maps) > 0) {
+    unsigned long low = 0, high = 0, from = 0, number = 0;
+    char access[5] = {}, file[16] = {};
+    if (std::sscanf(line, "%lx-%lx %4s %lx %*s %lu %15s", &low, &high, access, &from, &number,
+                    file) != 6) {
+      continue;
+    }
+    if (address < low || address >= high) continue;
+    if (address + bytes <= high && std::strcmp(access, "rw-s") == 0 &&
+        std::strncmp(file, "/memfd:", 7) == 0) {
+      inode = number;
+      offset = address - low + from;
+    }
+    break;
+  }
+  std::free(line);
+  std::fclose(maps);
+  if (inode == 0) return {};
+  DIR* folder = ::opendir("/proc/self/fd");
+  if (folder == nullptr) return {};
+  Backing backing;
+  while (const dirent* entry = ::readdir(folder)) {
+    char* end = nullptr;
+    const auto fd = static_cast<int>(std::strtol(entry->d_name, &end, 10));
+    struct stat status = {};
+    if (end == entry->d_name || ::fstat(fd, &status) != 0 || status.st_ino != inode) continue;
+    backing.segment = memory::SharedSegment::over(fd);
+    backing.offset = offset;
+    // An inode's number is one of its file system: a memory file has seals, others do not.
+    if (backing.segment && offset + bytes <= backing.segment.size()) break;
+    backing = {};
+  }
+  ::closedir(folder);
+  return backing;
 }
 
 }  // namespace belfry::uverbs

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "memory/shared_segment.hpp"
+
 namespace belfry::uverbs {
 
 // What a call fails with; caught where the call came in.
@@ -19,5 +21,13 @@ void copy_out(std::uint64_t to, const void* from, std::size_t bytes);
 // Throws Failure{EFAULT} unless all of the range is mapped, readable and, where asked for,
 // writable; Failure{EINVAL} for a range that is empty or wraps around.
 void check_range(std::uint64_t address, std::uint64_t bytes, bool writable);
+
+// The memory file that [address, address + bytes) is a shared mapping of, as a segment that peers
+// can map, and where in it; an empty segment for any other memory.
+struct Backing {
+  memory::SharedSegment segment;
+  std::uint64_t offset = 0;
+};
+Backing backing_of(std::uint64_t address, std::uint64_t bytes);
 
 }  // namespace belfry::uverbs

@@ -90,10 +90,16 @@ void Context::register_mr(Call& call) {
   mr->device = device_;
   mr->bytes = request.length;
   mr->iova = request.hca_va;
-  mr->key = device_->nic()
-                .register_memory(reinterpret_cast<void*>(request.start), request.length, access,
-                                 {.iova = request.hca_va})
-                .lkey;
+  void* memory = reinterpret_cast<void*>(request.start);
+  softnic::RegisterOptions options;
+  options.iova = request.hca_va;
+  if (Backing backing = backing_of(request.start, request.length); backing.segment) {
+    mr->segment = std::move(backing.segment);
+    memory = static_cast<std::byte*>(mr->segment.data()) + backing.offset;
+    options.segment = &mr->segment;
+    options.segment_offset = backing.offset;
+  }
+  mr->key = device_->nic().register_memory(memory, request.length, access, options).lkey;
   mr->pd = &pd;
   ++pd.users;
   const std::uint32_t key = mr->key;

@@ -77,6 +77,25 @@ TEST(Faults, reorder_lets_a_later_queue_overtake) {
   EXPECT_LT(overtaken, 180);
 }
 
+TEST(Faults, a_ring_for_another_queue_of_the_register_is_not_lost_when_its_queue_is_passed_over) {
+  Pair pair(faulty([](Faults& f) { f.reorder = 0.9; }));
+  std::uint64_t shared = 0;
+  QueueOptions options;
+  options.shared_register = &shared;
+  std::vector<std::unique_ptr<Queue>> queues, peers;
+  for (int i = 0; i < 2; ++i) {
+    queues.push_back(std::make_unique<Queue>(pair.a.nic, pair.a.cq.number, 0, options));
+    peers.push_back(std::make_unique<Queue>(pair.b.nic, pair.b.cq.number, 0));
+    queues[i]->connect(pair.b.nic.address(), peers[i]->qpn);
+    peers[i]->connect(pair.a.nic.address(), queues[i]->qpn);
+  }
+  for (int i = 0; i < 50; ++i) {
+    // The second ring overwrites the first one, and names its own queue alone.
+    for (auto& queue : queues) queue->post(Wqe(Opcode::nop));
+    ASSERT_TRUE(pair.next(pair.a, 20000) && pair.next(pair.a, 20000)) << i;
+  }
+}
+
 TEST(Faults, dropped_attempts_are_retried_and_counted) {
   Pair pair(faulty([](Faults& f) {
     f.drop = 0.3;

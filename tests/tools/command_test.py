@@ -100,6 +100,27 @@ class Command(unittest.TestCase):
             self.assertTrue(provider["works"] or provider["missing"], provider)
         self.assertIn("soft", out)
 
+    def test_doctor_looks_at_another_root_and_names_the_remedy_of_what_is_missing_there(self):
+        with tempfile.TemporaryDirectory() as root:
+            def put(path, text):
+                full = os.path.join(root, path)
+                os.makedirs(os.path.dirname(full), exist_ok=True)
+                with open(full, "w") as handle:
+                    handle.write(text + "\n")
+            put("sys/class/infiniband/mlx5_0/ports/1/state", "1: DOWN")
+            put("sys/class/infiniband/mlx5_0/ports/1/link_layer", "Ethernet")
+            put("proc/self/limits", "Max locked memory         65536     65536     bytes")
+            file = os.path.join(root, "doctor.json")
+            out = self.worked(run("doctor", "--json", file, BELFRY_SYSTEM_ROOT=root))
+            with open(file) as handle:
+                findings = {row["what"]: row for row in json.load(handle)["findings"]}
+        self.assertFalse(findings["mlx5_0 port 1, link"]["good"])
+        self.assertIn("DOWN", findings["mlx5_0 port 1, link"]["found"])
+        self.assertEqual(findings["locked memory limit"]["found"], "64 KiB")
+        for row in findings.values():
+            self.assertTrue(row["good"] or row["remedy"], row)
+            self.assertIn(row["what"], out)
+
     def test_latency_measures_every_path_and_writes_json(self):
         with tempfile.TemporaryDirectory() as folder:
             file = os.path.join(folder, "latency.json")

@@ -1,28 +1,23 @@
 // `belfry doctor`: what this machine has, what each path would use, and the remedy for every no.
 #include <fcntl.h>
 #include <fmt/format.h>
-#include <sys/resource.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
 #include <cstdio>
+#include <cstdlib>
 #include <thread>
 
 #include "commands.hpp"
+#include "findings.hpp"
 #include "job.hpp"
 #include "memory/gpu.hpp"
 #include "memory/shared_segment.hpp"
-#include "provider/provider.hpp"
+#include "provider/mlx5/rdma.hpp"
+#include "provider/registry.hpp"
 
 namespace belfry::tool {
 namespace {
-
-struct Finding {
-  std::string what;
-  bool good = true;
-  std::string found;
-  std::string remedy;  // when not good
-};
 
 // Another process maps a segment of this one, as a peer rank would.
 Finding probe_load_store() {
@@ -49,79 +44,136 @@ Finding probe_load_store() {
   return finding;
 }
 
-Finding probe_memlock() {
-  rlimit limit{};
-  ::getrlimit(RLIMIT_MEMLOCK, &limit);
-  const bool unlimited = limit.rlim_cur == RLIM_INFINITY;
-  return {"locked memory limit", unlimited || limit.rlim_cur >= (64u << 20),
-          unlimited ? "unlimited" : size_text(limit.rlim_cur),
-          "ulimit -l unlimited; hardware NICs pin what they register (SoftNIC does not)"};
+Machine machine_here(const std::string& root) {
+  Machine m;
+  m.system = topology::read_system(root);
+  m.cores = std::thread::hardware_concurrency();
+  if (!root.empty()) {
+    // A machine of files: its GPUs and NICs answer no library.
+    m.cuda_lacking = "not asked";
+    return m;
+  }
+  m.cuda_lacking = memory::gpu_support(0);
+  for (int device = 0; m.cuda_lacking.empty() && memory::gpu_support(device).empty(); ++device) {
+    m.gpus.push_back({device, memory::describe_gpu(device), memory::gpu_pci_address(device),
+                      memory::gpu_abilities(device)});
+  }
+  try {
+    const auto nics = provider::machine_of_mlx5();
+    m.asked_rdma_core = true;
+    for (const provider::NicFacts& facts : nics->nics()) {
+      VerbsNic nic{facts.name, facts.refused, false, {}};
+      try {
+        if (nic.refused.empty()) nic.atomics = nics->open(facts)->has_atomics();
+      } catch (const Error& e) {
+        nic.refused = e.found();
+      }
+      for (const provider::Port& port : facts.ports) nic.mtu.push_back(128u << port.mtu);
+      m.nics.push_back(std::move(nic));
+    }
+  } catch (const Error&) {
+    // Built without rdma-core: the provider's line says so.
+  }
+  return m;
 }
 
-Finding probe_gpu() {
-  const std::string lacking = memory::gpu_support(0);
-  return {"GPU", lacking.empty(), lacking.empty() ? memory::describe_gpu(0) : lacking,
-          "not needed: without one kernels run on the host executor"};
+// What provider mlx5 would stand on here, a queue for kernels included.
+std::string mlx5_would_use(const Machine& m) {
+  try {
+    provider::Options options;
+    options.label = "doctor";
+    options.gpu = m.gpus.empty() ? -1 : 0;
+    const auto opened = provider::open_mlx5(options);
+    provider::QueueConfig config;
+    config.on_gpu = !m.gpus.empty();
+    const auto queue = opened->create_queue(config);
+    return opened->describe();
+  } catch (const Error& e) {
+    return fmt::format("nothing: {}", e.what());
+  }
 }
 
-Finding probe_cores() {
-  const unsigned cores = std::thread::hardware_concurrency();
-  return {"cores", cores >= 2, std::to_string(cores),
-          "with one core ranks take turns; figures mean little"};
+struct PathRow {
+  const char* path;
+  bool works;
+  const char* with;
+  const char* without;
+};
+
+std::vector<PathRow> rows(bool works, bool drivable) {
+  const char* no_queue = "no kernel can drive its queues";
+  const char* absent = "the provider does not work here";
+  return {
+      {"direct", works && drivable, "kernels drive its queues", works ? no_queue : absent},
+      {"proxy", works, "a thread posts what kernels push", absent},
+      {"triggered", works && drivable, "the CPU builds, a kernel rings", works ? no_queue : absent},
+      {"host", works, "the CPU posts after the kernel", absent}};
+}
+
+void print(const Finding& f) {
+  std::printf("%-4s %-40s %s\n", f.good ? "yes" : "no", f.what.c_str(), f.found.c_str());
+  if (!f.good) std::printf("     %-40s -> %s\n", "", f.remedy.c_str());
 }
 
 }  // namespace
 
 int doctor(const std::string& json) {
   check_writable(json);
-  const std::vector<Finding> findings{probe_cores(), probe_memlock(), probe_load_store(),
-                                      probe_gpu()};
+  // Tests show it machines made of files.
+  const char* variable = std::getenv("BELFRY_SYSTEM_ROOT");
+  const std::string root = variable != nullptr ? variable : "";
+  const Machine found = machine_here(root);
+  std::vector<Finding> list = findings(found);
+  const Finding shared = probe_load_store();
+  list.push_back(shared);
   nlohmann::json report;
   report["machine"] = machine();
   std::printf("%s\n\n", machine_line().c_str());
-  for (const Finding& f : findings) {
-    std::printf("%-4s %-34s %s\n", f.good ? "yes" : "no", f.what.c_str(), f.found.c_str());
-    if (!f.good) std::printf("     %-34s -> %s\n", "", f.remedy.c_str());
-    report["findings"].push_back({{"what", f.what},
-                                  {"good", f.good},
-                                  {"found", f.found},
-                                  {"remedy", f.good ? "" : f.remedy}});
+  for (const Finding& f : list) {
+    print(f);
+    report["findings"].push_back(
+        {{"what", f.what}, {"good", f.good}, {"found", f.found}, {"remedy", f.remedy}});
   }
-  std::printf("\nproviders\n");
+  report["distances"] = nlohmann::json::array();
+  const std::vector<Distance> far = distances(found.system, root);
+  if (!far.empty()) std::printf("\ndistances\n");
+  for (const Distance& d : far) {
+    std::printf("     GPU %s and %s: %s\n", d.gpu.c_str(), d.nic.c_str(),
+                topology::to_string(d.nearness));
+    report["distances"].push_back(
+        {{"gpu", d.gpu}, {"nic", d.nic}, {"distance", topology::to_string(d.nearness)}});
+  }
+  std::printf("\nproviders, and the paths that each can take\n");
   bool drivable = false;
   bool any = false;
   for (const auto& factory : provider::factories()) {
     const std::string missing = factory.probe();
-    std::printf("%-4s %-8s %s\n", missing.empty() ? "yes" : "no", factory.name, factory.what);
-    const std::string device = missing.empty() ? factory.device() : "";
+    const bool works = missing.empty();
+    std::printf("%-4s %-8s %s\n", works ? "yes" : "no", factory.name, factory.what);
+    const std::string device = works ? factory.device() : "";
     if (!device.empty()) std::printf("     %-8s %s\n", "", device.c_str());
-    if (!missing.empty()) std::printf("     %-8s -> %s\n", "", missing.c_str());
-    any = any || missing.empty();
-    drivable = drivable || (missing.empty() && factory.device_queues);
-    report["providers"].push_back({{"name", factory.name},
-                                   {"works", missing.empty()},
-                                   {"device", device},
-                                   {"missing", missing}});
+    if (!works) std::printf("     %-8s -> %s\n", "", missing.c_str());
+    any = any || works;
+    drivable = drivable || (works && factory.device_queues);
+    nlohmann::json entry{{"name", factory.name}, {"works", works}, {"device", device}, {"missing", missing}};
+    std::string paths;
+    for (const PathRow& row : rows(works, factory.device_queues)) {
+      entry["paths"].push_back(
+          {{"path", row.path}, {"works", row.works}, {"why", row.works ? row.with : row.without}});
+      if (row.works) paths += (paths.empty() ? "" : ", ") + std::string(row.path);
+    }
+    if (works) std::printf("     %-8s %s\n", "", paths.c_str());
+    if (works && std::string(factory.name) == "mlx5") {
+      entry["uses"] = mlx5_would_use(found);
+      std::printf("     %-8s %s\n", "", entry["uses"].get<std::string>().c_str());
+    }
+    report["providers"].push_back(std::move(entry));
   }
   std::printf("\npaths between two ranks on this host\n");
-  const bool shared = findings[2].good;
-  struct Row {
-    const char* path;
-    bool works;
-    const char* with;
-    const char* without;
-  };
-  const Row rows[] = {
-      {"lsa", shared, "plain loads and stores to mapped windows",
-       "memory cannot be shared, see above"},
-      {"direct", drivable, "kernels drive the queues of SoftNIC",
-       "no provider whose queues a kernel can drive"},
-      {"proxy", any, "a thread posts what kernels push", "no provider works"},
-      {"triggered", drivable, "the CPU builds, a kernel rings",
-       "no provider whose queues a kernel can drive"},
-      {"host", any, "the CPU posts after the kernel", "no provider works"},
-  };
-  for (const Row& row : rows) {
+  std::vector<PathRow> paths{{"lsa", shared.good, "plain loads and stores to mapped windows",
+                              "memory cannot be shared, see above"}};
+  for (const PathRow& row : rows(any, drivable)) paths.push_back(row);
+  for (const PathRow& row : paths) {
     std::printf("%-4s %-10s %s\n", row.works ? "yes" : "no", row.path,
                 row.works ? row.with : row.without);
     report["paths"].push_back(
