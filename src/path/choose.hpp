@@ -19,8 +19,8 @@ struct Offer {
     std::vector<std::byte> address;   // once it is open
   };
   std::string host;
-  bool load_store = false;      // offers its windows for loads and stores
-  std::vector<Nic> nics;        // the preferred first
+  bool load_store = false;  // offers its windows for loads and stores
+  std::vector<Nic> nics;    // the preferred first
   // What else was looked for here, and why it is not among them; for messages.
   std::vector<std::string> lacking;
   std::vector<bool> reachable;  // by rank: its memory could be mapped here

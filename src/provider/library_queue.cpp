@@ -233,11 +233,13 @@ bool LibraryQueue::complete(std::uint64_t end) {
 // ---- with the lock held ----
 
 void LibraryQueue::flush() {
-  if (failed_ || lost_at_ != 0 || issued_ == rung_) return;
+  // The poster rings without the lock.
+  const std::uint64_t rung = load<Order::acquire, Scope::device>(&rung_);
+  if (failed_ || lost_at_ != 0 || issued_ == rung) return;
   if (!std::exchange(expects_, true)) heard();  // the wait for an answer begins
-  const std::uint64_t taken = issue(issued_, rung_);
+  const std::uint64_t taken = issue(issued_, rung);
   store<Order::relaxed, Scope::device>(&issued_, issued_ + taken);
-  if (issued_ != rung_) device_->flush_wanted();
+  if (issued_ != rung) device_->flush_wanted();
   advance();
 }
 
@@ -294,7 +296,7 @@ void LibraryQueue::advance() {
   }
   if (end == before) return;
   if (reached(end, scanned_)) scanned_ = end;
-  if (end == rung_) expects_ = false;
+  if (end == load<Order::relaxed, Scope::device>(&rung_)) expects_ = false;
   store<Order::release, Scope::device>(&completed_, end);
 }
 
