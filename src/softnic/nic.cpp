@@ -161,6 +161,7 @@ struct HostQp : EngineQp {
   QpConfig config;
   QpAttributes attributes;
   std::shared_ptr<Peer> peer;
+  std::map<std::uint64_t, std::shared_ptr<Peer>> datagram_peers;  // by the NIC's id
   const QueueWord* peer_word = nullptr;
   RequestBlock* block = nullptr;
   std::byte* staging = nullptr;
@@ -176,6 +177,11 @@ struct HostCq : EngineCq {
   mlx5::CqDoorbellRecord no_record = {};
 
   HostCq() : EngineCq{} {}
+};
+
+struct HostSrq : EngineSrq {
+  std::uint32_t users = 0;
+  HostSrq() : EngineSrq{} {}
 };
 
 struct Register {
@@ -256,6 +262,8 @@ struct SoftNic::Implementation {
 
   std::vector<std::unique_ptr<HostQp>> qps;
   std::vector<std::unique_ptr<HostCq>> cqs;
+  std::map<std::uint32_t, std::unique_ptr<HostSrq>> srqs;
+  std::uint32_t next_srqn = 1;
   Numbers qp_numbers, cq_numbers, key_numbers;
   std::vector<std::uint32_t> qp_generation, cq_generation;
   std::vector<Register> registers;
@@ -427,6 +435,34 @@ struct SoftNic::Implementation {
     return true;
   }
 
+  // Makes the NIC of a datagram's destination the QP's peer. False when there is none.
+  bool aim(EngineQp& engine_qp, const Destination& to, std::uint64_t* gids, std::uint16_t& lid) {
+    HostQp& qp = host(engine_qp);
+    if (!config.route) return false;
+    const QpAttributes attributes = config.route(to);
+    if (attributes.unreachable) return false;
+    std::shared_ptr<Peer>& known = qp.datagram_peers[attributes.remote.id];
+    if (!known || known->gone) {
+      try {
+        known = connect(attributes.remote);
+      } catch (const Error&) {
+        qp.datagram_peers.erase(attributes.remote.id);
+        return false;
+      }
+    }
+    const std::uint32_t index = to.qpn & qp_index_mask;
+    if (index >= known->view.max_qps) return false;
+    qp.peer = known;
+    qp.peer_word = &known->view.queues[index];
+    qp.remote_qpn = to.qpn;
+    if (to.source_index < config.gids.size()) {
+      std::memcpy(gids, config.gids[to.source_index].data(), 16);
+    }
+    std::memcpy(gids + 2, to.gid, 16);
+    lid = config.lid;
+    return true;
+  }
+
   void warn(EngineQp& qp) {
     Request request = {};
     request.kind = Request::Kind::warning;
@@ -505,6 +541,13 @@ struct SoftNic::Implementation {
     check(qp != nullptr, "QP of softnic " + config.name, fmt::format("number {:#x}", qpn),
           "a number that create_qp returned and destroy_qp has not seen", "check the caller");
     return *qp;
+  }
+
+  HostSrq& srq_or_throw(std::uint32_t srqn) const {
+    const auto found = srqs.find(srqn);
+    check(found != srqs.end(), "SRQ of softnic " + config.name, fmt::format("number {:#x}", srqn),
+          "a number that create_srq returned", "check the caller");
+    return *found->second;
   }
 
   void apply(const Faults& faults);
@@ -935,7 +978,11 @@ bool SoftNic::Implementation::serve_attached(std::uint32_t slot, std::uint32_t& 
       worked = true;
       HostQp* qp = find_qp(request.destination_qpn & 0xffffff);
       Response response = {Response::Outcome::no_queue_pair, mlx5::Syndrome::none, 0};
-      if (qp != nullptr && qp->peer && qp->peer->address.id == s->address.id &&
+      if (qp != nullptr && qp->datagrams && request.kind == Request::Kind::datagram) {
+        serve_datagram(*this, *qp, request, s->view.staging + std::uint64_t{index} * staging_bytes);
+        response = {Response::Outcome::ok, mlx5::Syndrome::none, 0};
+      } else if (qp != nullptr && !qp->datagrams && request.kind != Request::Kind::datagram &&
+                 qp->peer && qp->peer->address.id == s->address.id &&
           qp->remote_qpn == request.source_qpn) {
         response = serve_request(*this, *qp, request,
                                  s->view.staging + std::uint64_t{index} * staging_bytes);
@@ -1280,6 +1327,48 @@ void SoftNic::destroy_cq(std::uint32_t cqn) {
   self.cqs[cqn & qp_index_mask].reset();
 }
 
+std::uint32_t SoftNic::create_srq(const SrqConfig& config) {
+  const std::string thing = "SRQ of softnic " + self_->config.name;
+  check(config.ring != nullptr && config.record != nullptr, thing, "no ring or record", "both",
+        "set SrqConfig");
+  check(config.log2_entries <= 15 && config.log2_stride >= 5 && config.log2_stride <= 10, thing,
+        fmt::format("log2 {} entries, log2 {} bytes each", config.log2_entries, config.log2_stride),
+        "up to 2^15 entries of 32 to 1024 bytes", "change SrqConfig");
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  auto srq = std::make_unique<HostSrq>();
+  srq->ring = static_cast<const std::byte*>(config.ring);
+  srq->record = config.record;
+  srq->mask = (1u << config.log2_entries) - 1;
+  srq->stride = 1u << config.log2_stride;
+  srq->srqn = self.next_srqn++ & 0xffffff;
+  const std::uint32_t srqn = srq->srqn;
+  check(srqn != 0 && !self.srqs.contains(srqn), thing, "2^24 SRQs", "a free number",
+        "start a new NIC");
+  self.srqs[srqn] = std::move(srq);
+  return srqn;
+}
+
+void SoftNic::limit_srq(std::uint32_t srqn, std::uint16_t limit) {
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  self.srq_or_throw(srqn).limit = limit;
+}
+
+std::uint16_t SoftNic::srq_limit(std::uint32_t srqn) const {
+  const Implementation::Control control(*self_);
+  return self_->srq_or_throw(srqn).limit;
+}
+
+void SoftNic::destroy_srq(std::uint32_t srqn) {
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  const HostSrq& srq = self.srq_or_throw(srqn);
+  check(srq.users == 0, fmt::format("SRQ {:#x} of softnic {}", srqn, self.config.name),
+        fmt::format("{} queues that use it", srq.users), "none", "destroy the QPs first");
+  self.srqs.erase(srqn);
+}
+
 namespace {
 
 // The registers by which a QP is rung.
@@ -1323,7 +1412,12 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   EngineCq* receive_cq = config.receive_cqn != 0 ? self.cq(config.receive_cqn) : nullptr;
   check(send_cq != nullptr, thing, fmt::format("send CQ {:#x}", config.send_cqn),
         "a CQ of this NIC", "create the CQ first");
-  check(receive_cq != nullptr || (config.receive_cqn == 0 && config.receive_ring == nullptr), thing,
+  const auto srq = self.srqs.find(config.srqn);
+  check(config.srqn == 0 || (srq != self.srqs.end() && config.receive_ring == nullptr), thing,
+        fmt::format("SRQ {:#x}", config.srqn), "an SRQ of this NIC, and no receive ring",
+        "create the SRQ first");
+  check(receive_cq != nullptr || (config.receive_cqn == 0 && config.receive_ring == nullptr &&
+                                  config.srqn == 0), thing,
         fmt::format("receive CQ {:#x}", config.receive_cqn), "a CQ of this NIC",
         "create the CQ first");
   check(!self.qp_numbers.empty(), thing, fmt::format("{} QPs", self.config.max_qps), "a free one",
@@ -1341,6 +1435,11 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   qp->send_cq = send_cq;
   qp->receive_cq = receive_cq;
   qp->user_index = config.user_index;
+  qp->datagrams = config.type == QpType::ud;
+  if (config.srqn != 0) {
+    qp->srq = srq->second.get();
+    ++srq->second->users;
+  }
   qp->receive_ring = static_cast<const std::byte*>(config.receive_ring);
   qp->receive_mask = (1u << config.log2_receive_entries) - 1;
   qp->receive_stride = 1u << config.log2_receive_stride;
@@ -1369,6 +1468,7 @@ void SoftNic::Implementation::reset(HostQp& qp) {
   qp.consumer = qp.producer = qp.config.initial_producer_index;
   qp.receive_consumer = qp.config.initial_receive_index;
   qp.received = 0;
+  qp.in_hand = qp.last_wqe_told = false;
   qp.ordinal = 0;
   qp.deferring = qp.watching = qp.watch_reported = false;
   qp.unrung = {};
@@ -1376,6 +1476,7 @@ void SoftNic::Implementation::reset(HostQp& qp) {
   // Whoever is executing a request of this QP finds that nobody waits for the answer.
   write_release(&qp.block->state, qp.sequence << 2 | RequestBlock::idle);
   qp.peer.reset();
+  qp.datagram_peers.clear();
   qp.peer_word = nullptr;
   qp.remote_qpn = 0;
 }
@@ -1396,6 +1497,7 @@ void SoftNic::modify_qp(std::uint32_t qpn, QpState target, const QpAttributes& a
     qp.timeout_ns = nanoseconds(attributes.timeout);
     qp.rnr_ns = nanoseconds(attributes.rnr_timer);
   };
+  if (attributes.q_key) qp.q_key = *attributes.q_key;
   switch (target) {
     case QpState::rst: self.reset(qp); break;
     case QpState::init:
@@ -1404,7 +1506,7 @@ void SoftNic::modify_qp(std::uint32_t qpn, QpState target, const QpAttributes& a
       break;
     case QpState::rtr: {
       wanted(from == QpState::init, "RTR after INIT");
-      if (!attributes.unreachable) {
+      if (!attributes.unreachable && !qp.datagrams) {
         auto peer = self.connect(attributes.remote);
         const std::uint32_t index = attributes.remote_qpn & qp_index_mask;
         check(index < peer->view.max_qps,
@@ -1461,6 +1563,7 @@ void SoftNic::destroy_qp(std::uint32_t qpn) {
   std::erase(self.active, &qp);
   --static_cast<HostCq*>(qp.send_cq)->users;
   if (qp.receive_cq != nullptr) --static_cast<HostCq*>(qp.receive_cq)->users;
+  if (qp.srq != nullptr) --static_cast<HostSrq*>(qp.srq)->users;
   const std::uint32_t index = qp.index;
   self.qp_numbers.give_back(index);
   self.qps[index].reset();

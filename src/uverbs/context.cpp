@@ -96,6 +96,8 @@ void Context::dispatch(Call& call) {
     case UVERBS_OBJECT_MR << 16 | UVERBS_METHOD_REG_DMABUF_MR: return register_dmabuf(call);
     case UVERBS_OBJECT_CQ << 16 | UVERBS_METHOD_CQ_CREATE: return create_cq(call);
     case UVERBS_OBJECT_CQ << 16 | UVERBS_METHOD_CQ_DESTROY: return destroy_cq(call);
+    case UVERBS_OBJECT_SRQ << 16 | UVERBS_METHOD_SRQ_CREATE: return create_srq(call);
+    case UVERBS_OBJECT_SRQ << 16 | UVERBS_METHOD_SRQ_DESTROY: return destroy_srq(call);
     case UVERBS_OBJECT_QP << 16 | UVERBS_METHOD_QP_CREATE: return create_qp(call);
     case UVERBS_OBJECT_QP << 16 | UVERBS_METHOD_QP_DESTROY: return destroy_qp(call);
     case MLX5_IB_OBJECT_UAR << 16 | MLX5_IB_METHOD_UAR_OBJ_ALLOC: return allocate_uar(call);
@@ -143,6 +145,8 @@ void Context::invoke_write(Call& call) {
     case IB_USER_VERBS_CMD_MODIFY_QP: return modify_qp(call, false);
     case extended | IB_USER_VERBS_EX_CMD_MODIFY_QP: return modify_qp(call, true);
     case IB_USER_VERBS_CMD_QUERY_QP: return query_qp(call);
+    case IB_USER_VERBS_CMD_MODIFY_SRQ: return modify_srq(call);
+    case IB_USER_VERBS_CMD_QUERY_SRQ: return query_srq(call);
     // Moderation of events: there is nothing to moderate.
     case extended | IB_USER_VERBS_EX_CMD_MODIFY_CQ: return;
     default: break;
@@ -280,6 +284,9 @@ void Context::query_device(Call& call, bool extended) {
   base.max_res_rd_atom = 4096 * 16;
   base.atomic_cap = 1;  // among the NIC's users; with the CPU's too, as it happens
   base.max_ah = 1u << 16;
+  base.max_srq = 4096;
+  base.max_srq_wr = (1u << 15) - 1;
+  base.max_srq_sge = 30;
   base.max_pkeys = pkey_entries;
   base.local_ca_ack_delay = 16;
   base.phys_port_cnt = 1;

@@ -81,6 +81,17 @@ struct Cq final : Object {
   std::shared_ptr<Listener> listener;
 };
 
+struct Srq final : Object {
+  static constexpr Kind kind_of = Kind::srq;
+  Srq() : Object(kind_of) {}
+  ~Srq() override;
+  std::shared_ptr<Device> device;
+  std::uint32_t srqn = 0;
+  std::uint32_t max_wr = 0, max_sge = 0;
+  Pd* pd = nullptr;
+  std::shared_ptr<Listener> listener;
+};
+
 struct Qp final : Object {
   static constexpr Kind kind_of = Kind::qp;
   Qp() : Object(kind_of) {}
@@ -91,6 +102,7 @@ struct Qp final : Object {
   Pd* pd = nullptr;
   Cq* send_cq = nullptr;
   Cq* receive_cq = nullptr;
+  Srq* srq = nullptr;
   ib_uverbs_qp_cap cap = {};
   bool signal_all = false;
   ib_uverbs_modify_qp attributes = {};  // as last set
@@ -154,6 +166,10 @@ class Context {
   void create_channel(Call& call);
   void create_cq(Call& call);
   void destroy_cq(Call& call);
+  void create_srq(Call& call);
+  void modify_srq(Call& call);
+  void query_srq(Call& call);
+  void destroy_srq(Call& call);
   void create_qp(Call& call);
   void modify_qp(Call& call, bool extended);
   void query_qp(Call& call);

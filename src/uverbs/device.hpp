@@ -87,8 +87,8 @@ class Device {
   const std::uint32_t slot_;
   std::unique_ptr<softnic::SoftNic> nic_;
   std::mutex listeners_mutex_;
-  // CQs and QPs have numbers of their own.
-  std::map<std::pair<bool, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
+  // CQs, QPs and SRQs have numbers of their own.
+  std::map<std::pair<int, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
   std::atomic<bool> ending_{false};
   std::thread thread_;
 };
