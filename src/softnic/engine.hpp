@@ -785,6 +785,7 @@ BELFRY_HOST_DEVICE Result do_datagram(Env& env, EngineQp& qp, Wqe& wqe) {
     to.qpn = vector.qpn.value() & 0xffffff;
     to.global = (route & 1u << 30) != 0;
     to.source_index = static_cast<std::uint8_t>(route >> 20);
+    to.service_level = vector.rate_sl & 0xf;
     to.lid = vector.remote_lid.value();
     memcpy(to.gid, vector.remote_gid, sizeof(to.gid));
     std::uint16_t own_lid = 0;
@@ -804,7 +805,7 @@ BELFRY_HOST_DEVICE Result do_datagram(Env& env, EngineQp& qp, Wqe& wqe) {
     request.immediate = control.immediate.value();
     request.length = static_cast<std::uint32_t>(pieces.total);
     request.atomic = std::uint32_t{own_lid} << 16 | std::uint32_t{vector.traffic_class} << 8 |
-                     (vector.rate_sl & 0xfu);
+                     to.service_level;
     request.address = std::uint64_t{vector.hop_limit} << 32 | (route & 0xfffff);
     std::byte* staging = env.staging(qp);
     for_each_piece(pieces, 0, pieces.total, [&](std::byte* data, std::uint64_t at, std::uint64_t n) {

@@ -436,9 +436,14 @@ struct SoftNic::Implementation {
   }
 
   // Makes the NIC of a datagram's destination the QP's peer. False when there is none.
-  bool aim(EngineQp& engine_qp, const Destination& to, std::uint64_t* gids, std::uint16_t& lid) {
+  bool aim(EngineQp& engine_qp, Destination& to, std::uint64_t* gids, std::uint16_t& lid) {
     HostQp& qp = host(engine_qp);
     if (!config.route) return false;
+    if (config.ethernet) {
+      // RoCE: the bit is reserved, and the service level stands one bit further up.
+      to.global = true;
+      to.service_level = to.service_level >> 1 & 7;
+    }
     const QpAttributes attributes = config.route(to);
     if (attributes.unreachable) return false;
     std::shared_ptr<Peer>& known = qp.datagram_peers[attributes.remote.id];

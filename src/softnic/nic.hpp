@@ -55,6 +55,7 @@ struct NicConfig {
   std::function<QpAttributes(const Destination&)> route;
   std::vector<std::array<std::uint8_t, 16>> gids;
   std::uint16_t lid = 0;
+  bool ethernet = false;  // every datagram has a global header
   // Where not 0, bits 23:16 of every QPN: NICs that are one device to their users share its QPNs.
   std::uint32_t qpn_prefix = 0;
   // A record that is not followed by its ring, or a ring by its record, is reported after both.

@@ -105,6 +105,7 @@ struct Destination {
   std::uint32_t qpn;
   bool global;
   std::uint8_t source_index;  // in the table of GIDs
+  std::uint8_t service_level;
   std::uint16_t lid;
   std::uint8_t gid[16];
 };

@@ -205,6 +205,7 @@ Device::Device(std::uint32_t number)
     config.gids.push_back(gid(number, i, settings().link));
   }
   config.lid = local_id(number, settings().link);
+  config.ethernet = settings().link == Link::ethernet;
   config.max_qps = config.max_cqs = 4096;
   config.max_keys = 65536;
   try {
