@@ -116,6 +116,7 @@ struct EngineCq {
   bool events;
   bool armed_once;          // a first arming may leave the word 0: its ring says so
   std::uint32_t answered;   // the word that was answered last
+  std::uint32_t notified;   // the producer index when the last event was raised
   std::uint32_t solicited;  // of CQEs written so far, the index after the last solicited one
 };
 
