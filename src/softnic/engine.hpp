@@ -109,6 +109,7 @@ struct EngineCq {
   std::uint32_t produced;       // CQEs written so far; WAIT compares with it
   std::uint32_t consumer_seen;  // 24 bits, as last read
   bool collapsed, ignore_overrun;
+  bool wide;    // entries of 128 bytes, the CQE in the second half
   bool failed;  // overrun: nothing is written any more
 
   // Completion events, where the environment raises any (Env::completed). The CQ is armed when the
@@ -129,6 +130,7 @@ struct EngineSrq {
   std::uint32_t srqn;
   std::uint16_t head;  // the WQE that is taken next
   std::uint16_t taken;
+  bool cyclic;    // in the order of the ring, whatever the links say
   std::uint16_t limit;  // EventKind::srq_limit is raised once when fewer are posted; 0: never
 };
 
@@ -323,7 +325,7 @@ BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::Cq
                  : (static_cast<std::uint64_t>(vendor_syndrome) << 48) |
                        (static_cast<std::uint64_t>(syndrome) << 56);
   words[7] = mlx5::be32((static_cast<std::uint32_t>(wqe_opcode) << 24) | qp.qpn).raw;
-  auto* entry = reinterpret_cast<std::uint64_t*>(&cq.buffer[slot]);
+  auto* entry = reinterpret_cast<std::uint64_t*>(&cq.buffer[cq.wide ? 2 * slot + 1 : slot]);
   // The body in relaxed words: readers of a collapsed queue may look while it is written over.
   for (int i = 0; i < 7; ++i) {
 #if BELFRY_ON_GPU
@@ -1583,7 +1585,7 @@ BELFRY_HOST_DEVICE void take_receive([[maybe_unused]] Env& env, EngineQp& qp) {
   // The poster has linked this WQE before it posted it; when it frees it, it links it anew.
   mlx5::Be16 next;
   memcpy(&next, srq.ring + srq.head * std::uint64_t{srq.stride} + 2, sizeof(next));
-  srq.head = static_cast<std::uint16_t>(next.value() & srq.mask);
+  srq.head = static_cast<std::uint16_t>((srq.cyclic ? srq.head + 1u : next.value()) & srq.mask);
   ++srq.taken;
   const auto said = static_cast<std::uint16_t>(
       mlx5::swap_bytes(load<Order::acquire, Scope::system>(&srq.record->raw)));

@@ -1285,6 +1285,7 @@ std::uint32_t SoftNic::create_cq(const CqConfig& config) {
   cq->record = config.record != nullptr ? config.record : &cq->no_record;
   cq->log2_depth = config.log2_depth;
   cq->collapsed = config.collapsed;
+  cq->wide = config.wide;
   cq->ignore_overrun = config.ignore_overrun;
   cq->events = config.events && config.record != nullptr;
   if (cq->events) {
@@ -1346,6 +1347,7 @@ std::uint32_t SoftNic::create_srq(const SrqConfig& config) {
   auto srq = std::make_unique<HostSrq>();
   srq->ring = static_cast<const std::byte*>(config.ring);
   srq->record = config.record;
+  srq->cyclic = config.cyclic;
   srq->mask = (1u << config.log2_entries) - 1;
   srq->stride = 1u << config.log2_stride;
   srq->srqn = self.next_srqn++ & 0xffffff;

@@ -88,6 +88,7 @@ struct CqConfig {
   std::uint32_t log2_depth = 0;  // at most 22
   mlx5::CqDoorbellRecord* record = nullptr;
   bool collapsed = false;       // every CQE into entry 0
+  bool wide = false;  // entries of 128 bytes, the CQE in the second half of each
   bool ignore_overrun = false;  // never look at the consumer index
   // Raise EventKind::completion when armed: by the record's second word, and the register at
   // uar_cq_arm_offset of this UAR page, or by arm().
@@ -102,6 +103,7 @@ struct SrqConfig {
   std::uint32_t log2_entries = 0;  // at most 15
   std::uint32_t log2_stride = 5;   // bytes of one WQE, the link included: 32 ... 1024
   const mlx5::Be32* record = nullptr;
+  bool cyclic = false;  // in the order of the ring, whatever the links say
 };
 
 struct QpConfig {

@@ -5,7 +5,6 @@
 #include <rdma/ib_user_ioctl_cmds.h>
 #include <rdma/mlx5-abi.h>
 #include <rdma/mlx5_user_ioctl_cmds.h>
-#include <sys/mman.h>
 
 #include <cerrno>
 #include <initializer_list>
@@ -42,8 +41,11 @@ std::uint32_t Context::add(std::unique_ptr<Object> object) {
 
 int Context::ioctl(std::uint64_t argument) {
   int error = 0;
+  std::uint32_t object = 0, method = 0;
   try {
     Call call(argument);
+    object = call.object();
+    method = call.method();
     const std::lock_guard lock(mutex_);
     dispatch(call);
     call.finish();
@@ -58,6 +60,9 @@ int Context::ioctl(std::uint64_t argument) {
   } catch (const std::exception& failure) {
     log(failure.what());
     error = EIO;
+  }
+  if (settings().verbose) {
+    log(fmt::format("method {:#x} of object {:#x} failed: {}", method, object, strerror(error)));
   }
   errno = error;
   return -1;
@@ -83,6 +88,10 @@ void Context::dispatch(Call& call) {
     case UVERBS_OBJECT_DEVICE << 16 | UVERBS_METHOD_QUERY_GID_TABLE: return query_gid_table(call);
     case UVERBS_OBJECT_ASYNC_EVENT << 16 | UVERBS_METHOD_ASYNC_EVENT_ALLOC:
       return allocate_async_events(call);
+    case MLX5_IB_OBJECT_DEVX_ASYNC_EVENT_FD << 16 | MLX5_IB_METHOD_DEVX_ASYNC_EVENT_FD_ALLOC:
+      return create_event_channel(call);
+    case MLX5_IB_OBJECT_DEVX << 16 | MLX5_IB_METHOD_DEVX_SUBSCRIBE_EVENT:
+      return subscribe_events(call);
     case UVERBS_OBJECT_PD << 16 | UVERBS_METHOD_PD_DESTROY:
       return remove<Pd>(call.handle(UVERBS_ATTR_DESTROY_PD_HANDLE));
     case UVERBS_OBJECT_AH << 16 | UVERBS_METHOD_AH_DESTROY: {
@@ -297,22 +306,6 @@ void Context::query_device(Call& call, bool extended) {
   mlx5_ib_query_device_resp driver = {};
   driver.response_length = sizeof(driver);
   call.out(UVERBS_ATTR_UHW_OUT, driver);
-}
-
-void* Context::map(void* address, std::size_t bytes, int protection, int flags,
-                   std::uint64_t offset) {
-  const std::lock_guard lock(mutex_);
-  try {
-    if (bytes != mlx5::uar_page_bytes) throw Failure{EINVAL};
-    const Uar& page = uar(static_cast<std::uint32_t>(offset / mlx5::uar_page_bytes));
-    // Write-only on the device; here exchanges read what was rung.
-    return ::mmap(address, bytes, protection | PROT_READ | PROT_WRITE,
-                  (flags & ~MAP_PRIVATE) | MAP_SHARED, page.fd, 0);
-  } catch (const Failure&) {
-    log_once(fmt::format("no mapping of {} bytes at offset {:#x}: EINVAL", bytes, offset));
-    errno = EINVAL;
-    return MAP_FAILED;
-  }
 }
 
 void Context::closed(int descriptor) {

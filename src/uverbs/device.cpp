@@ -155,6 +155,12 @@ void Device::heard(const softnic::Event& event) {
     }
     return;
   }
+  if (listener->cookies) {
+    if (listener->asynchronous_pipe) {
+      listener->asynchronous_pipe->send(&listener->user_handle, sizeof(listener->user_handle));
+    }
+    return;
+  }
   ib_uverbs_async_event_desc message = {};
   message.element = listener->user_handle;
   switch (event.kind) {  // the numbers are those of ibv_event_type

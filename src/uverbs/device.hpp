@@ -50,6 +50,8 @@ struct Listener {
   std::shared_ptr<EventPipe> completion_pipe;
   std::shared_ptr<EventPipe> asynchronous_pipe;
   std::uint64_t user_handle = 0;
+  // DEVX: on `asynchronous_pipe`, the user's cookie alone in place of the verbs event.
+  bool cookies = false;
   std::atomic<std::uint32_t> completions{0}, asynchronous{0};
   void withdraw_unread();
 };

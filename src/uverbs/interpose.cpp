@@ -11,9 +11,9 @@
 #include <linux/netlink.h>
 #include <rdma/rdma_user_ioctl_cmds.h>
 #include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -82,6 +82,13 @@ int open_if_device(const char* path, int flags) {
 // The name of a file that is there and of /dev/null's kind, for a device's.
 const char* node(const char* path) {
   return !Inside::now() && device_of(path) >= 0 ? "/dev/null" : path;
+}
+
+template <class Status>
+void as_device(Status& status) {
+  status.st_mode = S_IFCHR | 0666;
+  status.st_rdev = makedev(1, 3);
+  status.st_size = 0;
 }
 
 bool wants_mode(int flags) { return (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE; }
@@ -195,20 +202,17 @@ BELFRY_EXPORT int ioctl(int fd, unsigned long request, ...) {
   return BELFRY_NEXT(ioctl)(fd, request, argument);
 }
 
-BELFRY_EXPORT void* mmap(void* address, size_t bytes, int protection, int flags, int fd,
-                         off_t offset) {
-  if (fd >= 0 && (flags & MAP_ANONYMOUS) == 0 && !Inside::now()) {
-    const Inside inside;
-    if (const auto context = find_context(fd)) {
-      return context->map(address, bytes, protection, flags, static_cast<std::uint64_t>(offset));
-    }
-  }
-  return BELFRY_NEXT(mmap)(address, bytes, protection, flags, fd, offset);
+// The file behind a device passes for the character device that sysfs promises.
+BELFRY_EXPORT int fstat(int fd, struct stat* status) {
+  const int result = BELFRY_NEXT(fstat)(fd, status);
+  if (result == 0 && !Inside::now() && find_context(fd)) as_device(*status);
+  return result;
 }
 
-BELFRY_EXPORT void* mmap64(void* address, size_t bytes, int protection, int flags, int fd,
-                           off64_t offset) {
-  return mmap(address, bytes, protection, flags, fd, offset);
+BELFRY_EXPORT int fstat64(int fd, struct stat64* status) {
+  const int result = BELFRY_NEXT(fstat64)(fd, status);
+  if (result == 0 && !Inside::now() && find_context(fd)) as_device(*status);
+  return result;
 }
 
 // libibverbs asks for devices by netlink first, and reads sysfs where there is none.

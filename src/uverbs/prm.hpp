@@ -68,6 +68,7 @@ enum class Opcode : std::uint16_t {
   alloc_transport_domain = 0x816,
   dealloc_transport_domain = 0x817,
   query_lag = 0x842,
+  create_rmp = 0x90c,
 };
 
 enum class Status : std::uint8_t {
@@ -127,6 +128,13 @@ inline constexpr Field pkey_index = {0x10, 16}, grh = {0x28, 1}, remote_lid = {0
 namespace create_qp {
 inline constexpr Field umem_offset = {0x800, 64}, umem_id = {0x840, 32}, umem_valid = {0x860, 1};
 }
+
+namespace create_rmp {
+// Of the work queue within the command.
+inline constexpr std::uint32_t wq = 0x280;
+inline constexpr Field type = {0x00, 4}, dbr_address = {0x80, 64}, log_stride = {0x10c, 4},
+                       log_size = {0x11b, 5}, dbr_umem_id = {0x140, 32}, umem_id = {0x160, 32};
+}  // namespace create_rmp
 
 namespace mkc {
 inline constexpr std::uint32_t at_create = 0x80;

@@ -211,12 +211,25 @@ void write_sysfs(const std::string& folder, const Settings& settings) {
   write_file(verbs / "abi_version", "6");
   for (std::uint32_t d = 0; d < settings.devices; ++d) {
     const bool ethernet = settings.link == Link::ethernet;
-    // The descriptors behind the devices are of /dev/null, 1:3.
+    // What descriptors of the devices say that they are (interpose.cpp).
     write_file(verbs / uverbs_name(d) / "dev", "1:3");
     write_file(verbs / uverbs_name(d) / "ibdev", device_name(d));
     write_file(verbs / uverbs_name(d) / "abi_version", "1");
 
-    const std::filesystem::path ib = root / "class/infiniband" / device_name(d);
+    // As for a PCI function: the class names it by a link, and the device lies two folders above.
+    const std::filesystem::path pci =
+        root / "devices/pci00fe:00" / fmt::format("00fe:00:{:02x}.0", d + 1);
+    const std::filesystem::path ib = pci / "infiniband" / device_name(d);
+    const std::filesystem::path link = root / "class/infiniband" / device_name(d);
+    std::error_code error;
+    std::filesystem::create_directories(ib, error);
+    std::filesystem::create_directories(link.parent_path(), error);
+    std::filesystem::create_directory_symlink(ib, link, error);
+    std::filesystem::create_directory_symlink(pci, ib / "device", error);
+    if (error) {
+      throw Error(link.string(), error.message(), "the devices' sysfs tree",
+                  "make the folder for temporary files (TMPDIR) writable");
+    }
     write_file(ib / "node_type", "1: CA");
     write_file(ib / "node_guid", guid_text(node_guid(d)));
     write_file(ib / "sys_image_guid", guid_text(node_guid(d)));
@@ -225,11 +238,13 @@ void write_sysfs(const std::string& folder, const Settings& settings) {
     write_file(ib / "hw_rev", "0");
     write_file(ib / "hca_type", "MT4129");
     write_file(ib / "board_id", "BELFRY_SOFTNIC");
-    write_file(ib / "device/vendor", "0x15b3");
-    write_file(ib / "device/device", "0x1021");
-    write_file(ib / "device/class", "0x020000");
-    write_file(ib / "device/numa_node", "-1");
-    write_file(ib / "device/modalias",
+    write_file(pci / "vendor", "0x15b3");
+    write_file(pci / "device", "0x1021");
+    write_file(pci / "class", "0x020000");
+    write_file(pci / "numa_node", "-1");
+    write_file(pci / "current_link_width", "16");
+    write_file(pci / "current_link_speed", "32.0 GT/s PCIe");
+    write_file(pci / "modalias",
                "pci:v000015B3d00001021sv000015B3sd00000000bc02sc00i00");
     const std::filesystem::path port = ib / "ports/1";
     write_file(port / "state", "4: ACTIVE");

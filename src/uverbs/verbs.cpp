@@ -249,7 +249,8 @@ void Context::create_cq(Call& call) {
       std::uint64_t{call.in<std::uint32_t>(UVERBS_ATTR_CREATE_CQ_CQE)} + 1;
   const auto flags = call.in_or<std::uint32_t>(UVERBS_ATTR_CREATE_CQ_FLAGS, 0);
   if (call.in<std::uint32_t>(UVERBS_ATTR_CREATE_CQ_COMP_VECTOR) != 0) throw Failure{EINVAL};
-  if (driver.cqe_size != sizeof(mlx5::Cqe) || driver.cqe_comp_en != 0 ||
+  constexpr std::uint32_t narrow = sizeof(mlx5::Cqe), wide = 2 * narrow;
+  if ((driver.cqe_size != narrow && driver.cqe_size != wide) || driver.cqe_comp_en != 0 ||
       (driver.flags & ~MLX5_IB_CREATE_CQ_FLAGS_UAR_PAGE_INDEX) != 0) {
     log_once(fmt::format("no CQ with {}-byte entries, compression {} and flags {:#x}: EOPNOTSUPP",
                          driver.cqe_size, driver.cqe_comp_en, driver.flags));
@@ -259,7 +260,7 @@ void Context::create_cq(Call& call) {
       driver.db_addr % 8 != 0) {
     throw Failure{EINVAL};
   }
-  check_range(driver.buf_addr, entries * sizeof(mlx5::Cqe), true);
+  check_range(driver.buf_addr, entries * driver.cqe_size, true);
   check_range(driver.db_addr, sizeof(mlx5::CqDoorbellRecord), true);
 
   auto cq = std::make_unique<Cq>();
@@ -270,6 +271,7 @@ void Context::create_cq(Call& call) {
   cq->listener->asynchronous_pipe = async_events_;
   softnic::CqConfig config;
   config.buffer = reinterpret_cast<mlx5::Cqe*>(driver.buf_addr);
+  config.wide = driver.cqe_size == wide;
   config.log2_depth = static_cast<std::uint32_t>(std::countr_zero(entries));
   config.record = reinterpret_cast<mlx5::CqDoorbellRecord*>(driver.db_addr);
   config.ignore_overrun = (flags & IB_UVERBS_CQ_FLAGS_IGNORE_OVERRUN) != 0;
@@ -311,6 +313,17 @@ Cq* Context::find_cq(std::uint32_t cqn) {
 }
 
 // ---- SRQ ----
+
+Srq* Context::find_srq(std::uint32_t srqn) {
+  for (auto& [handle, object] : objects_) {
+    Object* inner = object.get();
+    if (inner->kind == Kind::devx) inner = static_cast<Devx*>(inner)->object.get();
+    if (inner != nullptr && inner->kind == Kind::srq && static_cast<Srq*>(inner)->srqn == srqn) {
+      return static_cast<Srq*>(inner);
+    }
+  }
+  return nullptr;
+}
 
 void Context::create_srq(Call& call) {
   const auto driver = call.in<mlx5_ib_create_srq>(UVERBS_ATTR_UHW_IN);
