@@ -65,9 +65,9 @@ struct Request {
   std::uint32_t source_qpn, destination_qpn;
   std::uint32_t length;  // of this part, in the staging memory; atomics: the operand's size
   std::uint32_t immediate;
-  std::uint32_t rkey;      // a datagram's: the Q_Key
-  std::uint32_t atomic;    // AtomicKind; a datagram's: source LID << 16 | traffic class << 8 | SL
-  std::uint64_t address;   // a datagram's: hop limit << 32 | flow label
+  std::uint32_t rkey;     // a datagram's: the Q_Key
+  std::uint32_t atomic;   // AtomicKind; a datagram's: source LID << 16 | traffic class << 8 | SL
+  std::uint64_t address;  // a datagram's: hop limit << 32 | flow label
   std::uint64_t message_length;
   std::uint64_t operands[4];  // a datagram's: source GID, destination GID
 };
@@ -130,7 +130,7 @@ struct EngineSrq {
   std::uint32_t srqn;
   std::uint16_t head;  // the WQE that is taken next
   std::uint16_t taken;
-  bool cyclic;    // in the order of the ring, whatever the links say
+  bool cyclic;          // in the order of the ring, whatever the links say
   std::uint16_t limit;  // EventKind::srq_limit is raised once when fewer are posted; 0: never
 };
 
@@ -172,12 +172,12 @@ struct EngineQp {
 
   std::uint64_t ordinal;  // of the WQE in hand, from 1, since RST
 
-  bool datagrams;        // UD: no connection, each WQE says where it goes
+  bool datagrams;  // UD: no connection, each WQE says where it goes
   std::uint32_t q_key;
 
   // The receive queue and the message that is arriving.
-  EngineSrq* srq;      // in place of a ring of its own
-  bool in_hand;        // a receive WQE was taken, and has no CQE yet:
+  EngineSrq* srq;  // in place of a ring of its own
+  bool in_hand;    // a receive WQE was taken, and has no CQE yet:
   std::uint16_t in_hand_index;
   bool last_wqe_told;  // of an SRQ, since the QP is in ERR
   const std::byte* receive_ring;
@@ -757,8 +757,8 @@ template <class Env>
 BELFRY_HOST_DEVICE Result notify_write(Env& env, EngineQp& qp, const Wqe& wqe,
                                        std::uint64_t total) {
   Request request = request_for(qp, Request::Kind::write_imm, env);
-  request.flags = Request::has_immediate |
-                  ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
+  request.flags =
+      Request::has_immediate | ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
   request.message_length = total;
   request.immediate = segment<mlx5::ControlSegment>(wqe, 0).immediate.value();
   Response response = {};
@@ -807,21 +807,20 @@ BELFRY_HOST_DEVICE Result do_datagram(Env& env, EngineQp& qp, Wqe& wqe) {
     }
     request.immediate = control.immediate.value();
     request.length = static_cast<std::uint32_t>(pieces.total);
-    request.atomic = std::uint32_t{own_lid} << 16 | std::uint32_t{vector.traffic_class} << 8 |
-                     to.service_level;
+    request.atomic =
+        std::uint32_t{own_lid} << 16 | std::uint32_t{vector.traffic_class} << 8 | to.service_level;
     request.address = std::uint64_t{vector.hop_limit} << 32 | (route & 0xfffff);
     std::byte* staging = env.staging(qp);
-    for_each_piece(pieces, 0, pieces.total, [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-      place(staging + at, data, n);
-    });
+    for_each_piece(
+        pieces, 0, pieces.total,
+        [&](std::byte* data, std::uint64_t at, std::uint64_t n) { place(staging + at, data, n); });
     env.ask(qp, request);
     qp.phase = Phase::asked;
     qp.deadline_ns = env.now() + env.options().service_deadline_ns;
     return again();
   }
   Response response = {};
-  if (!env.answer(qp, response) && env.peer(qp) != PeerState::gone &&
-      env.now() < qp.deadline_ns) {
+  if (!env.answer(qp, response) && env.peer(qp) != PeerState::gone && env.now() < qp.deadline_ns) {
     return waiting();
   }
   env.counters().bytes += pieces.total;
@@ -1149,7 +1148,7 @@ BELFRY_HOST_DEVICE constexpr bool travels(std::uint8_t opcode) {
 
 template <class Env>
 BELFRY_HOST_DEVICE Result execute(Env& env, EngineQp& qp, Wqe& wqe) {
-  if constexpr (requires(Destination to, std::uint64_t* gids, std::uint16_t lid) {
+  if constexpr (requires(Destination to, std::uint64_t * gids, std::uint16_t lid) {
                   env.aim(qp, to, gids, lid);
                 }) {
     const auto opcode = static_cast<mlx5::Opcode>(wqe.opcode);
@@ -1693,8 +1692,8 @@ BELFRY_HOST_DEVICE void serve_datagram(Env& env, EngineQp& qp, const Request& re
   // The first 40 bytes are the global header's, whether there is one or not.
   constexpr std::uint32_t header_bytes = 40;
   if (request.length + header_bytes > pieces.total) {
-    env.report(ReportKind::message_too_long, qp.qpn, qp.in_hand_index, request.length,
-               pieces.total, 0, 0);
+    env.report(ReportKind::message_too_long, qp.qpn, qp.in_hand_index, request.length, pieces.total,
+               0, 0);
     respond_failed(env, qp, mlx5::Syndrome::none, mlx5::Syndrome::local_length, true);
     return;
   }
@@ -1708,9 +1707,10 @@ BELFRY_HOST_DEVICE void serve_datagram(Env& env, EngineQp& qp, const Request& re
                                  static_cast<std::uint32_t>(request.address >> 32 & 0xff);
     header[0] = std::uint64_t{mlx5::be32(first).raw} | std::uint64_t{mlx5::be32(second).raw} << 32;
     for (int i = 0; i < 4; ++i) header[1 + i] = request.operands[i];
-    for_each_piece(pieces, 0, header_bytes, [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-      place(data, reinterpret_cast<const std::byte*>(header) + at, n);
-    });
+    for_each_piece(pieces, 0, header_bytes,
+                   [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
+                     place(data, reinterpret_cast<const std::byte*>(header) + at, n);
+                   });
   }
   for_each_piece(pieces, header_bytes, request.length,
                  [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
@@ -1718,8 +1718,7 @@ BELFRY_HOST_DEVICE void serve_datagram(Env& env, EngineQp& qp, const Request& re
                  });
   const bool immediate = (request.flags & Request::has_immediate) != 0;
   const auto lid = static_cast<std::uint16_t>(request.atomic >> 16);
-  const std::uint32_t source =
-      request.source_qpn | service_level << 24 | (global ? 1u << 28 : 0u);
+  const std::uint32_t source = request.source_qpn | service_level << 24 | (global ? 1u << 28 : 0u);
   qp.in_hand = false;
   if (!write_cqe(env, qp, *qp.receive_cq,
                  immediate ? mlx5::CqeOpcode::responder_send_imm : mlx5::CqeOpcode::responder_send,

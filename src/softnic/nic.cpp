@@ -993,7 +993,7 @@ bool SoftNic::Implementation::serve_attached(std::uint32_t slot, std::uint32_t& 
         response = {Response::Outcome::ok, mlx5::Syndrome::none, 0};
       } else if (qp != nullptr && !qp->datagrams && request.kind != Request::Kind::datagram &&
                  qp->peer && qp->peer->address.id == s->address.id &&
-          qp->remote_qpn == request.source_qpn) {
+                 qp->remote_qpn == request.source_qpn) {
         response = serve_request(*this, *qp, request,
                                  s->view.staging + std::uint64_t{index} * staging_bytes);
       }
@@ -1224,8 +1224,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
   // The low byte is another one each time, so that a key of the past is not a key of the present;
   // never 0, because libmlx5's invalid key 0x100 must not come out. It survives in `sequence`,
   // which moves by 4 a life.
-  const std::uint32_t variant =
-      options.variant ? *options.variant : (to.sequence / 4) % 255 + 1;
+  const std::uint32_t variant = options.variant ? *options.variant : (to.sequence / 4) % 255 + 1;
   entry.key = index << 8 | variant;
   __atomic_store_n(&to.sequence, to.sequence + 1, __ATOMIC_SEQ_CST);
   write_release(&to.iova, entry.iova);
@@ -1389,8 +1388,8 @@ std::vector<std::uint64_t*> doorbells(const QpConfig& config) {
   if (config.uar != nullptr) {
     // Two BlueFlame registers of two halves each fill the page from here.
     for (std::size_t half = 0; half < 4; ++half) {
-      addresses.push_back(reinterpret_cast<std::uint64_t*>(
-          config.uar + mlx5::uar_doorbell_offset + half * mlx5::uar_blueflame_bytes));
+      addresses.push_back(reinterpret_cast<std::uint64_t*>(config.uar + mlx5::uar_doorbell_offset +
+                                                           half * mlx5::uar_blueflame_bytes));
     }
   }
   return addresses;
@@ -1425,9 +1424,9 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   check(config.srqn == 0 || (srq != self.srqs.end() && config.receive_ring == nullptr), thing,
         fmt::format("SRQ {:#x}", config.srqn), "an SRQ of this NIC, and no receive ring",
         "create the SRQ first");
-  check(receive_cq != nullptr || (config.receive_cqn == 0 && config.receive_ring == nullptr &&
-                                  config.srqn == 0), thing,
-        fmt::format("receive CQ {:#x}", config.receive_cqn), "a CQ of this NIC",
+  check(receive_cq != nullptr ||
+            (config.receive_cqn == 0 && config.receive_ring == nullptr && config.srqn == 0),
+        thing, fmt::format("receive CQ {:#x}", config.receive_cqn), "a CQ of this NIC",
         "create the CQ first");
   check(!self.qp_numbers.empty(), thing, fmt::format("{} QPs", self.config.max_qps), "a free one",
         "raise NicConfig::max_qps");

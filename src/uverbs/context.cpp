@@ -117,16 +117,12 @@ void Context::dispatch(Call& call) {
       if (call.in<std::uint32_t>(MLX5_IB_ATTR_DEVX_QUERY_EQN_USER_VEC) != 0) throw Failure{EINVAL};
       return call.out(MLX5_IB_ATTR_DEVX_QUERY_EQN_DEV_EQN, std::uint32_t{1});
     }
-    case MLX5_IB_OBJECT_DEVX_UMEM << 16 | MLX5_IB_METHOD_DEVX_UMEM_REG:
-      return register_umem(call);
+    case MLX5_IB_OBJECT_DEVX_UMEM << 16 | MLX5_IB_METHOD_DEVX_UMEM_REG: return register_umem(call);
     case MLX5_IB_OBJECT_DEVX_UMEM << 16 | MLX5_IB_METHOD_DEVX_UMEM_DEREG:
       return remove<Umem>(call.handle(MLX5_IB_ATTR_DEVX_UMEM_DEREG_HANDLE));
-    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_CREATE:
-      return create_object(call);
-    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_MODIFY:
-      return modify_object(call);
-    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_QUERY:
-      return query_object(call);
+    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_CREATE: return create_object(call);
+    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_MODIFY: return modify_object(call);
+    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_QUERY: return query_object(call);
     case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_DESTROY:
       return remove<Devx>(call.handle(MLX5_IB_ATTR_DEVX_OBJ_DESTROY_HANDLE));
     default: break;
@@ -160,8 +156,8 @@ void Context::invoke_write(Call& call) {
     case extended | IB_USER_VERBS_EX_CMD_MODIFY_CQ: return;
     default: break;
   }
-  log_once(fmt::format("no command {}{}: EOPNOTSUPP",
-                       (command & extended) != 0 ? "extended " : "", command & 0xff));
+  log_once(fmt::format("no command {}{}: EOPNOTSUPP", (command & extended) != 0 ? "extended " : "",
+                       command & 0xff));
   throw Failure{EOPNOTSUPP};
 }
 
@@ -183,8 +179,7 @@ void Context::get_context(Call& call) {
   response.num_ports = 1;
   response.response_length = sizeof(response);
   response.cqe_version = 1;
-  response.cmds_supp_uhw =
-      MLX5_USER_CMDS_SUPP_UHW_QUERY_DEVICE | MLX5_USER_CMDS_SUPP_UHW_CREATE_AH;
+  response.cmds_supp_uhw = MLX5_USER_CMDS_SUPP_UHW_QUERY_DEVICE | MLX5_USER_CMDS_SUPP_UHW_CREATE_AH;
   response.eth_min_inline = MLX5_USER_INLINE_MODE_NONE;
   response.log_uar_size = 12;
   response.num_uars_per_page = 1;
@@ -212,7 +207,7 @@ void Context::query_port(Call& call) {
   port.pkey_tbl_len = pkey_entries;
   port.lid = local_id(number_, settings().link);
   port.sm_lid = ethernet ? 0 : 1;
-  port.state = 4;  // active
+  port.state = 4;                      // active
   port.max_mtu = port.active_mtu = 5;  // 4096 bytes
   port.max_vl_num = 1;
   port.active_width = 2;    // 4 lanes

@@ -113,8 +113,7 @@ void Listener::withdraw_unread() {
 }
 
 bool EventPipe::send(const void* event, std::size_t bytes) const {
-  return ::send(ends_[1], event, bytes, MSG_DONTWAIT | MSG_NOSIGNAL) ==
-         static_cast<ssize_t>(bytes);
+  return ::send(ends_[1], event, bytes, MSG_DONTWAIT | MSG_NOSIGNAL) == static_cast<ssize_t>(bytes);
 }
 
 namespace {

@@ -131,8 +131,8 @@ void Context::register_umem(Call& call) {
     if (address % 4096 != 0 || static_cast<std::uint64_t>(status.st_size) < address + bytes) {
       throw Failure{EINVAL};
     }
-    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
-                          static_cast<off_t>(address));
+    void* memory =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(address));
     if (memory == MAP_FAILED) {
       log_once("a dmabuf that the CPU cannot map was refused: EOPNOTSUPP");
       throw Failure{EOPNOTSUPP};
@@ -279,16 +279,15 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
       receives ? 1ull << (config.log2_receive_entries + config.log2_receive_stride) : 0;
   const std::uint64_t send_bytes =
       sends ? std::uint64_t{mlx5::wqe_block_bytes} << config.log2_send_blocks : 0;
-  std::byte* buffer =
-      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_qp::umem_id)),
-                   prm::get(in, prm::create_qp::umem_offset), receive_bytes + send_bytes,
-                   mlx5::wqe_block_bytes);
+  std::byte* buffer = umem_pointer(
+      static_cast<std::uint32_t>(prm::get(in, prm::create_qp::umem_id)),
+      prm::get(in, prm::create_qp::umem_offset), receive_bytes + send_bytes, mlx5::wqe_block_bytes);
   if (receive_bytes % mlx5::wqe_block_bytes != 0) throw Refused{Status::bad_parameter};
   if (receives) config.receive_ring = buffer;
   config.send_ring = sends ? buffer + receive_bytes : empty_ring(*qp);
   const std::uint64_t record = prm::get(in, within(prm::qpc::at, prm::qpc::dbr_address));
-  config.record = reinterpret_cast<mlx5::DoorbellRecord*>(umem_pointer(
-      field(prm::qpc::dbr_umem_id), record, sizeof(mlx5::DoorbellRecord), 8));
+  config.record = reinterpret_cast<mlx5::DoorbellRecord*>(
+      umem_pointer(field(prm::qpc::dbr_umem_id), record, sizeof(mlx5::DoorbellRecord), 8));
   config.uar = uar(field(prm::qpc::uar_page)).memory;
   config.send_cqn = send_cq->cqn;
   config.receive_cqn = receive_cq != nullptr ? receive_cq->cqn : 0;
@@ -416,12 +415,11 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
       if (known.path_mtu < 1 || known.path_mtu > 5) throw Refused{Status::bad_parameter};
       Gid remote = {};
       for (std::uint32_t i = 0; i < 16; ++i) {
-        remote[i] = known.dest.dgid[i] = static_cast<std::uint8_t>(
-            path({prm::path::remote_gid.offset + 8 * i, 8}));
+        remote[i] = known.dest.dgid[i] =
+            static_cast<std::uint8_t>(path({prm::path::remote_gid.offset + 8 * i, 8}));
       }
       // On Ethernet there is no other way than by GID.
-      known.dest.is_global =
-          settings().link == Link::ethernet || path(prm::path::grh) != 0 ? 1 : 0;
+      known.dest.is_global = settings().link == Link::ethernet || path(prm::path::grh) != 0 ? 1 : 0;
       known.dest.dlid = static_cast<std::uint16_t>(path(prm::path::remote_lid));
       known.dest.port_num = 1;
       attributes =
@@ -435,9 +433,7 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
     case Opcode::rts2rts: return;  // alternate paths and the like: none here
     case Opcode::sqd2rts: return step(State::sqd, State::rts);
     case Opcode::to_err: return move_qp(qp, State::err, attributes);
-    case Opcode::to_rst:
-      known = {};
-      return move_qp(qp, State::rst, attributes);
+    case Opcode::to_rst: known = {}; return move_qp(qp, State::rst, attributes);
     default: unknown_command("change", in);
   }
 }
@@ -511,8 +507,7 @@ void Context::create_event_channel(Call& call) {
 
 // A QP's last WQE of its SRQ, or its end: those of the device's events that a QP here can have.
 void Context::subscribe_events(Call& call) {
-  const auto channel =
-      channels_.find(call.descriptor(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE));
+  const auto channel = channels_.find(call.descriptor(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE));
   if (channel == channels_.end()) throw Failure{EBADF};
   constexpr std::uint16_t last_wqe = 0x13;
   const auto types = call.in_bytes(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_TYPE_NUM_LIST);
@@ -520,12 +515,11 @@ void Context::subscribe_events(Call& call) {
   if (types.size() == sizeof(type)) std::memcpy(&type, types.data(), sizeof(type));
   Qp* qp = nullptr;
   if (call.has(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE)) {
-    Object* object = get<Devx>(call.handle(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE))
-                         .object.get();
+    Object* object =
+        get<Devx>(call.handle(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE)).object.get();
     if (object != nullptr && object->kind == Kind::qp) qp = static_cast<Qp*>(object);
   }
-  if (qp == nullptr || type != last_wqe ||
-      call.has(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_NUM)) {
+  if (qp == nullptr || type != last_wqe || call.has(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_NUM)) {
     log_once(fmt::format("no subscription to DEVX event {:#x}: EOPNOTSUPP", type));
     throw Failure{EOPNOTSUPP};
   }
@@ -546,44 +540,44 @@ void Context::devx_capabilities(const Bytes& in, Bytes& out) const {
   const bool ethernet = settings().link == Link::ethernet;
   // The lowest bit asks for what may be, or for what is: the same here.
   switch (prm::get(in, prm::op_mod) >> 1) {
-    case 0:                                     // general
-      put(0x88, 8, 15);                         // log_max_qp_sz
-      put(0x9b, 5, 12);                         // log_max_qp
-      put(0xc8, 8, 22);                         // log_max_cq_sz
-      put(0xdb, 5, 12);                         // log_max_cq
-      put(0xea, 6, 16);                         // log_max_mkey
-      put(0x109, 7, 40);                        // log_max_mrw_sz
-      put(0x14a, 6, 4);                         // log_max_ra_req_qp
-      put(0x15a, 6, 4);                         // log_max_ra_res_qp
-      put(0x160, 1, 1);                         // end_pad
-      put(0x170, 16, 0);                        // gid_table_size: 8
-      put(0x190, 16, 0);                        // pkey_table_size: 128 is the least
-      put(0x1a2, 1, ethernet ? 0 : 1);          // ib_virt
-      put(0x1b6, 2, ethernet ? 1 : 0);          // port_type
-      put(0x1b8, 8, 1);                         // num_ports
-      put(0x1c3, 5, 30);                        // log_max_msg
-      put(0x1fc, 4, 1);                         // cqe_version
-      put(0x21d, 1, ethernet ? 1 : 0);          // roce
-      put(0x21e, 1, 1);                         // atomic
-      put(0x220, 1, 1);                         // cq_oi
-      put(0x23f, 1, 1);                         // rc
-      put(0x240, 1, 1);                         // uar_4k
-      put(0x24a, 6, 12);                        // uar_sz
-      put(0x258, 8, 12);                        // log_pg_sz
-      put(0x260, 1, 1);                         // bf
-      put(0x26b, 5, 9);                         // log_bf_reg_size
-      put(0x290, 16, 1024);                     // max_wqe_sz_sq
-      put(0x2b0, 16, 512);                      // max_wqe_sz_rq
-      put(0x32b, 5, 16);                        // log_max_pd
-      put(0x383, 5, 12);                        // log_max_rmp
-      put(0x490, 16, 0);                        // log_uar_page_sz: 4 KiB
-      put(0x4c0, 32, 1000);                     // device_frequency_mhz
-      put(0x4e0, 32, 1'000'000);                // device_frequency_khz
+    case 0:                             // general
+      put(0x88, 8, 15);                 // log_max_qp_sz
+      put(0x9b, 5, 12);                 // log_max_qp
+      put(0xc8, 8, 22);                 // log_max_cq_sz
+      put(0xdb, 5, 12);                 // log_max_cq
+      put(0xea, 6, 16);                 // log_max_mkey
+      put(0x109, 7, 40);                // log_max_mrw_sz
+      put(0x14a, 6, 4);                 // log_max_ra_req_qp
+      put(0x15a, 6, 4);                 // log_max_ra_res_qp
+      put(0x160, 1, 1);                 // end_pad
+      put(0x170, 16, 0);                // gid_table_size: 8
+      put(0x190, 16, 0);                // pkey_table_size: 128 is the least
+      put(0x1a2, 1, ethernet ? 0 : 1);  // ib_virt
+      put(0x1b6, 2, ethernet ? 1 : 0);  // port_type
+      put(0x1b8, 8, 1);                 // num_ports
+      put(0x1c3, 5, 30);                // log_max_msg
+      put(0x1fc, 4, 1);                 // cqe_version
+      put(0x21d, 1, ethernet ? 1 : 0);  // roce
+      put(0x21e, 1, 1);                 // atomic
+      put(0x220, 1, 1);                 // cq_oi
+      put(0x23f, 1, 1);                 // rc
+      put(0x240, 1, 1);                 // uar_4k
+      put(0x24a, 6, 12);                // uar_sz
+      put(0x258, 8, 12);                // log_pg_sz
+      put(0x260, 1, 1);                 // bf
+      put(0x26b, 5, 9);                 // log_bf_reg_size
+      put(0x290, 16, 1024);             // max_wqe_sz_sq
+      put(0x2b0, 16, 512);              // max_wqe_sz_rq
+      put(0x32b, 5, 16);                // log_max_pd
+      put(0x383, 5, 12);                // log_max_rmp
+      put(0x490, 16, 0);                // log_uar_page_sz: 4 KiB
+      put(0x4c0, 32, 1000);             // device_frequency_mhz
+      put(0x4e0, 32, 1'000'000);        // device_frequency_khz
       return;
-    case 3:                    // atomics
-      put(0x40, 2, 1);         // 8-byte requests in host order
-      put(0x90, 16, 0xf);      // compare-swap, fetch-add, and both masked
-      put(0xb0, 16, 4 | 8);    // of 4 and of 8 bytes
+    case 3:                  // atomics
+      put(0x40, 2, 1);       // 8-byte requests in host order
+      put(0x90, 16, 0xf);    // compare-swap, fetch-add, and both masked
+      put(0xb0, 16, 4 | 8);  // of 4 and of 8 bytes
       return;
     case 2:     // on-demand paging: none
     case 0xc:   // quality of service: none

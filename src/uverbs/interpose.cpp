@@ -43,10 +43,11 @@ Function* next(const char* name, const char* library = nullptr) {
   return reinterpret_cast<Function*>(found);
 }
 
-#define BELFRY_NEXT(name) (*[] {                                   \
-  static auto* const function = next<decltype(::name)>(#name);     \
-  return function;                                                 \
-}())
+#define BELFRY_NEXT(name)                                        \
+  (*[] {                                                         \
+    static auto* const function = next<decltype(::name)>(#name); \
+    return function;                                             \
+  }())
 
 // Where a path into the kernel's tree of RDMA devices leads instead; the path itself otherwise.
 class Path {
@@ -93,13 +94,13 @@ void as_device(Status& status) {
 
 bool wants_mode(int flags) { return (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE; }
 
-#define BELFRY_MODE(flags)                                  \
-  mode_t mode = 0;                                          \
-  if (wants_mode(flags)) {                                  \
-    va_list arguments;                                      \
-    va_start(arguments, flags);                             \
+#define BELFRY_MODE(flags)                                   \
+  mode_t mode = 0;                                           \
+  if (wants_mode(flags)) {                                   \
+    va_list arguments;                                       \
+    va_start(arguments, flags);                              \
     mode = static_cast<mode_t>(va_arg(arguments, unsigned)); \
-    va_end(arguments);                                      \
+    va_end(arguments);                                       \
   }
 
 }  // namespace
@@ -239,8 +240,8 @@ BELFRY_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 }
 
 BELFRY_EXPORT ibv_context* mlx5dv_open_device(ibv_device* device, mlx5dv_context_attr* attributes) {
-  static auto* const function = next<ibv_context*(ibv_device*, mlx5dv_context_attr*)>(
-      "mlx5dv_open_device", "libmlx5.so.1");
+  static auto* const function =
+      next<ibv_context*(ibv_device*, mlx5dv_context_attr*)>("mlx5dv_open_device", "libmlx5.so.1");
   if (function == nullptr) {
     errno = ENOSYS;
     return nullptr;

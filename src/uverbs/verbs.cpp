@@ -131,11 +131,10 @@ void Context::reregister_mr(Call& call) {
     }
     const std::uint32_t access = nic_access(request.access_flags);
     check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
-    const std::uint32_t key =
-        device_->nic()
-            .register_memory(reinterpret_cast<void*>(request.start), request.length, access,
-                             {.iova = request.hca_va})
-            .lkey;
+    const std::uint32_t key = device_->nic()
+                                  .register_memory(reinterpret_cast<void*>(request.start),
+                                                   request.length, access, {.iova = request.hca_va})
+                                  .lkey;
     device_->nic().deregister(mr.key);
     mr.key = key;
     mr.bytes = request.length;
@@ -400,9 +399,8 @@ void Context::destroy_srq(Call& call) {
 void Context::create_qp(Call& call) {
   const auto driver = call.in<mlx5_ib_create_qp>(UVERBS_ATTR_UHW_IN);
   const auto type = call.in<std::uint8_t>(UVERBS_ATTR_CREATE_QP_TYPE);
-  constexpr std::uint32_t without_effect = MLX5_QP_FLAG_SCATTER_CQE |
-                                           MLX5_QP_FLAG_ALLOW_SCATTER_CQE |
-                                           MLX5_QP_FLAG_UAR_PAGE_INDEX;
+  constexpr std::uint32_t without_effect =
+      MLX5_QP_FLAG_SCATTER_CQE | MLX5_QP_FLAG_ALLOW_SCATTER_CQE | MLX5_QP_FLAG_UAR_PAGE_INDEX;
   if ((type != IB_UVERBS_QPT_RC && type != IB_UVERBS_QPT_UD) ||
       (driver.flags & ~without_effect) != 0) {
     log_once(fmt::format("no QP of type {} with flags {:#x}: EOPNOTSUPP", type, driver.flags));
@@ -411,8 +409,8 @@ void Context::create_qp(Call& call) {
   if ((driver.flags & MLX5_QP_FLAG_UAR_PAGE_INDEX) == 0) throw Failure{EINVAL};
   auto power = [](std::uint64_t n) { return std::has_single_bit(n) && n <= 1u << 15; };
   if ((driver.sq_wqe_count != 0 && !power(driver.sq_wqe_count)) ||
-      (driver.rq_wqe_count != 0 && (!power(driver.rq_wqe_count) || driver.rq_wqe_shift < 4 ||
-                                    driver.rq_wqe_shift > 10)) ||
+      (driver.rq_wqe_count != 0 &&
+       (!power(driver.rq_wqe_count) || driver.rq_wqe_shift < 4 || driver.rq_wqe_shift > 10)) ||
       driver.db_addr % 8 != 0 || driver.buf_addr % mlx5::wqe_block_bytes != 0) {
     throw Failure{EINVAL};
   }
@@ -442,8 +440,7 @@ void Context::create_qp(Call& call) {
   auto* buffer = reinterpret_cast<std::byte*>(driver.buf_addr);
   if (driver.rq_wqe_count != 0) {
     config.receive_ring = buffer;
-    config.log2_receive_entries =
-        static_cast<std::uint32_t>(std::countr_zero(driver.rq_wqe_count));
+    config.log2_receive_entries = static_cast<std::uint32_t>(std::countr_zero(driver.rq_wqe_count));
     config.log2_receive_stride = driver.rq_wqe_shift;
   }
   if (driver.sq_wqe_count != 0) {
@@ -568,9 +565,9 @@ bool step_is_allowed(std::span<const Step> steps, State from, State to, std::uin
 
 // The codes of InfiniBand's RNR NAK timer, in units of 10 us.
 std::chrono::nanoseconds rnr_timer(std::uint8_t code) {
-  constexpr std::uint32_t units[32] = {65536, 1,   2,   3,    4,    6,    8,    12,
-                                       16,    24,  32,  48,   64,   96,   128,  192,
-                                       256,   384, 512, 768,  1024, 1536, 2048, 3072,
+  constexpr std::uint32_t units[32] = {65536, 1,    2,    3,     4,     6,     8,     12,
+                                       16,    24,   32,   48,    64,    96,    128,   192,
+                                       256,   384,  512,  768,   1024,  1536,  2048,  3072,
                                        4096,  6144, 8192, 12288, 16384, 24576, 32768, 49152};
   return std::chrono::microseconds(10) * units[code & 31];
 }
@@ -595,14 +592,13 @@ void Context::move_qp(Qp& qp, State target, const softnic::QpAttributes& attribu
 }
 
 void Context::modify_qp(Call& call, bool extended) {
-  const auto request = extended
-                           ? call.in<ib_uverbs_ex_modify_qp>(UVERBS_ATTR_CORE_IN).base
-                           : call.in<ib_uverbs_modify_qp>(UVERBS_ATTR_CORE_IN);
+  const auto request = extended ? call.in<ib_uverbs_ex_modify_qp>(UVERBS_ATTR_CORE_IN).base
+                                : call.in<ib_uverbs_modify_qp>(UVERBS_ATTR_CORE_IN);
   Qp& qp = get<Qp>(request.qp_handle);
   const std::uint32_t mask = request.attr_mask;
   const bool datagrams = qp.type == IB_UVERBS_QPT_UD;
-  const std::span<const Step> steps = datagrams ? std::span<const Step>(ud_steps)
-                                                : std::span<const Step>(rc_steps);
+  const std::span<const Step> steps =
+      datagrams ? std::span<const Step>(ud_steps) : std::span<const Step>(rc_steps);
   const State from = device_->nic().query_qp(qp.qpn).state;
   const State to = (mask & mask_state) != 0 ? static_cast<State>(request.qp_state) : from;
   if (request.qp_state > 6 ||

@@ -66,7 +66,7 @@ def pair(server, client, port, options=(), environment=None, seconds=60):
         time.sleep(0.01)
     second = start(client, options, environment)
     client_output, client_code = finish(second, seconds)
-    if client_code != 0:
+    if client_code != 0 and first.poll() is None:
         os.killpg(first.pid, signal.SIGKILL)
     server_output, server_code = finish(first, 20)
     return client_output, client_code, server_output, server_code
@@ -122,9 +122,9 @@ def perftest():
     need("ib_write_bw")
     good = True
     for words in ("ib_write_lat -s 8 -n 500", "ib_write_lat -s 64 -I 64 -n 200",
-                  "ib_write_bw -a -n 20", "ib_write_bw -q 4 -l 16 -n 200", "ib_write_bw -b -n 200",
-                  "ib_read_lat -n 200", "ib_read_bw -a -n 20", "ib_read_lat -e -n 50",
-                  "ib_send_lat -n 200", "ib_send_lat -e -n 50", "ib_send_bw -s 65536 -q 2 -l 4 -n 100",
+                  "ib_write_bw -a -n 5", "ib_write_bw -q 4 -l 16 -n 320", "ib_write_bw -b -n 200",
+                  "ib_read_lat -n 200", "ib_read_bw -a -n 5", "ib_read_lat -e -n 50",
+                  "ib_send_lat -n 200", "ib_send_lat -e -n 50", "ib_send_bw -s 65536 -q 2 -l 4 -n 200",
                   "ib_send_bw -r 64 --use-srq -q 4 -n 100", "ib_send_lat -c UD -n 200",
                   "ib_atomic_lat -A FETCH_AND_ADD -n 200", "ib_atomic_lat -A CMP_AND_SWAP -e -n 50",
                   "ib_atomic_bw -n 200"):
