@@ -88,12 +88,12 @@ struct CqConfig {
   std::uint32_t log2_depth = 0;  // at most 22
   mlx5::CqDoorbellRecord* record = nullptr;
   bool collapsed = false;       // every CQE into entry 0
-  bool wide = false;            // entries of 128 bytes, the CQE in the second half of each
   bool ignore_overrun = false;  // never look at the consumer index
   // Raise EventKind::completion when armed: by the record's second word, and the register at
   // uar_cq_arm_offset of this UAR page, or by arm().
   bool events = false;
   std::byte* uar = nullptr;
+  bool wide = false;  // entries of 128 bytes, the CQE in the second half of each
 };
 
 enum class QpType { rc, ud };
