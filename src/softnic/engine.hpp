@@ -57,19 +57,19 @@ enum class Far : std::uint32_t { ok, fault, not_permitted, gone };
 enum class PeerState : std::uint32_t { receiving, silent, gone };
 
 struct Request {
-  enum class Kind : std::uint32_t { write, read, atomic, send, write_imm, warning };
-  static constexpr std::uint32_t first = 1, last = 2, has_immediate = 4, solicited = 8;
+  enum class Kind : std::uint32_t { write, read, atomic, send, write_imm, warning, datagram };
+  static constexpr std::uint32_t first = 1, last = 2, has_immediate = 4, solicited = 8, global = 16;
 
   Kind kind;
   std::uint32_t flags;
   std::uint32_t source_qpn, destination_qpn;
   std::uint32_t length;  // of this part, in the staging memory; atomics: the operand's size
   std::uint32_t immediate;
-  std::uint32_t rkey;
-  std::uint32_t atomic;  // AtomicKind
-  std::uint64_t address;
+  std::uint32_t rkey;     // a datagram's: the Q_Key
+  std::uint32_t atomic;   // AtomicKind; a datagram's: source LID << 16 | traffic class << 8 | SL
+  std::uint64_t address;  // a datagram's: hop limit << 32 | flow label
   std::uint64_t message_length;
-  std::uint64_t operands[4];
+  std::uint64_t operands[4];  // a datagram's: source GID, destination GID
 };
 static_assert(sizeof(Request) == 80);
 
@@ -109,6 +109,7 @@ struct EngineCq {
   std::uint32_t produced;       // CQEs written so far; WAIT compares with it
   std::uint32_t consumer_seen;  // 24 bits, as last read
   bool collapsed, ignore_overrun;
+  bool wide;    // entries of 128 bytes, the CQE in the second half
   bool failed;  // overrun: nothing is written any more
 
   // Completion events, where the environment raises any (Env::completed). The CQ is armed when the
@@ -116,7 +117,21 @@ struct EngineCq {
   bool events;
   bool armed_once;          // a first arming may leave the word 0: its ring says so
   std::uint32_t answered;   // the word that was answered last
+  std::uint32_t notified;   // the producer index when the last event was raised
   std::uint32_t solicited;  // of CQEs written so far, the index after the last solicited one
+};
+
+// A receive queue that QPs share: a list of WQEs, each naming the next one in its first 16 bytes.
+struct EngineSrq {
+  const std::byte* ring;
+  const mlx5::Be32* record;  // how many WQEs were posted, 16 bits
+  std::uint32_t mask;        // entries - 1
+  std::uint32_t stride;      // bytes
+  std::uint32_t srqn;
+  std::uint16_t head;  // the WQE that is taken next
+  std::uint16_t taken;
+  bool cyclic;          // in the order of the ring, whatever the links say
+  std::uint16_t limit;  // EventKind::srq_limit is raised once when fewer are posted; 0: never
 };
 
 // Where a queue stands with the WQE at its consumer index.
@@ -157,7 +172,14 @@ struct EngineQp {
 
   std::uint64_t ordinal;  // of the WQE in hand, from 1, since RST
 
+  bool datagrams;  // UD: no connection, each WQE says where it goes
+  std::uint32_t q_key;
+
   // The receive queue and the message that is arriving.
+  EngineSrq* srq;  // in place of a ring of its own
+  bool in_hand;    // a receive WQE was taken, and has no CQE yet:
+  std::uint16_t in_hand_index;
+  bool last_wqe_told;  // of an SRQ, since the QP is in ERR
   const std::byte* receive_ring;
   std::uint32_t receive_mask;    // entries - 1
   std::uint32_t receive_stride;  // bytes
@@ -271,7 +293,8 @@ BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::Cq
                                   std::uint8_t wqe_opcode, std::uint16_t counter,
                                   std::uint32_t bytes, std::uint32_t immediate,
                                   mlx5::Syndrome syndrome, std::uint8_t vendor_syndrome,
-                                  [[maybe_unused]] bool solicited = false) {
+                                  [[maybe_unused]] bool solicited = false,
+                                  std::uint64_t source_lid = 0, std::uint64_t source_qpn = 0) {
   if (cq.failed) return false;
   const std::uint32_t depth = 1u << cq.log2_depth;
   if (!cq.ignore_overrun && ((cq.produced - cq.consumer_seen) & 0xffffff) >= depth) {
@@ -292,6 +315,8 @@ BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::Cq
   const std::uint32_t slot = cq.collapsed ? 0 : cq.produced & (depth - 1);
   const std::uint32_t owner = (cq.produced >> cq.log2_depth) & 1;
   std::uint64_t words[8] = {};
+  words[2] = source_lid;
+  words[3] = source_qpn;
   words[4] = static_cast<std::uint64_t>(mlx5::be32(qp.user_index).raw) |
              (static_cast<std::uint64_t>(mlx5::be32(immediate).raw) << 32);
   words[5] = static_cast<std::uint64_t>(mlx5::be32(bytes).raw) << 32;
@@ -300,7 +325,7 @@ BELFRY_HOST_DEVICE bool write_cqe(Env& env, EngineQp& qp, EngineCq& cq, mlx5::Cq
                  : (static_cast<std::uint64_t>(vendor_syndrome) << 48) |
                        (static_cast<std::uint64_t>(syndrome) << 56);
   words[7] = mlx5::be32((static_cast<std::uint32_t>(wqe_opcode) << 24) | qp.qpn).raw;
-  auto* entry = reinterpret_cast<std::uint64_t*>(&cq.buffer[slot]);
+  auto* entry = reinterpret_cast<std::uint64_t*>(&cq.buffer[cq.wide ? 2 * slot + 1 : slot]);
   // The body in relaxed words: readers of a collapsed queue may look while it is written over.
   for (int i = 0; i < 7; ++i) {
 #if BELFRY_ON_GPU
@@ -343,6 +368,7 @@ BELFRY_HOST_DEVICE void enter_error(Env& env, EngineQp& qp, mlx5::Syndrome syndr
   qp.deferring = false;
   qp.watching = false;
   qp.received = 0;
+  qp.last_wqe_told = false;
   env.state_changed(qp);
 }
 
@@ -597,7 +623,7 @@ BELFRY_HOST_DEVICE Result converse(Env& env, EngineQp& qp, std::uint16_t index,
         return fail(env, qp, index, mlx5::Syndrome::rnr_retry_exceeded,
                     ReportKind::receiver_not_ready, qp.rnr_attempts, qp.remote_qpn);
       }
-      qp.resume_ns = env.now() + qp.rnr_ns;
+      qp.resume_ns = env.now() + (response.value != 0 ? response.value : qp.rnr_ns);
       return waiting();
     case Response::Outcome::no_queue_pair: return lost(env, qp, index, ReportKind::peer_qp, false);
     case Response::Outcome::failed: break;
@@ -731,12 +757,74 @@ template <class Env>
 BELFRY_HOST_DEVICE Result notify_write(Env& env, EngineQp& qp, const Wqe& wqe,
                                        std::uint64_t total) {
   Request request = request_for(qp, Request::Kind::write_imm, env);
-  request.flags = Request::has_immediate |
-                  ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
+  request.flags =
+      Request::has_immediate | ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
   request.message_length = total;
   request.immediate = segment<mlx5::ControlSegment>(wqe, 0).immediate.value();
   Response response = {};
   return converse(env, qp, wqe.index, request, response);
+}
+
+// A datagram. Where it cannot arrive it is lost, and the sender's completion is as good as ever.
+template <class Env>
+BELFRY_HOST_DEVICE Result do_datagram(Env& env, EngineQp& qp, Wqe& wqe) {
+  constexpr std::uint32_t address_offset = 16, data_offset = 64, longest = 4096;
+  if (wqe.segments < data_offset / mlx5::wqe_segment_bytes) {
+    return fail(env, qp, wqe.index, mlx5::Syndrome::local_qp_operation, ReportKind::wqe_size,
+                wqe.segments, data_offset / mlx5::wqe_segment_bytes);
+  }
+  Pieces pieces;
+  Result result = {};
+  if (!gather_list(env, qp, wqe, data_offset, 0, pieces, result)) return result;
+  if (pieces.total > longest) {
+    return fail(env, qp, wqe.index, mlx5::Syndrome::local_length, ReportKind::wqe_segment, 0,
+                pieces.total);
+  }
+  const auto vector = segment<mlx5::AddressVector>(wqe, address_offset);
+  Request request = request_for(qp, Request::Kind::datagram, env);
+  if (qp.phase != Phase::asked) {
+    const std::uint32_t route = vector.grh_gid_flow.value();
+    Destination to = {};
+    to.qpn = vector.qpn.value() & 0xffffff;
+    to.global = (route & 1u << 30) != 0;
+    to.source_index = static_cast<std::uint8_t>(route >> 20);
+    to.service_level = vector.rate_sl & 0xf;
+    to.lid = vector.remote_lid.value();
+    memcpy(to.gid, vector.remote_gid, sizeof(to.gid));
+    std::uint16_t own_lid = 0;
+    if (!env.aim(qp, to, request.operands, own_lid) || env.peer(qp) != PeerState::receiving) {
+      return done();
+    }
+    request.destination_qpn = to.qpn;
+    const auto control = segment<mlx5::ControlSegment>(wqe, 0);
+    const std::uint32_t key = vector.q_key.value();
+    // With the top bit the QP's own key is meant.
+    request.rkey = (key & 1u << 31) != 0 ? qp.q_key : key;
+    request.flags = Request::first | Request::last | (to.global ? Request::global : 0) |
+                    ((wqe.control & mlx5::solicited) != 0 ? Request::solicited : 0);
+    if (static_cast<mlx5::Opcode>(wqe.opcode) == mlx5::Opcode::send_imm) {
+      request.flags |= Request::has_immediate;
+    }
+    request.immediate = control.immediate.value();
+    request.length = static_cast<std::uint32_t>(pieces.total);
+    request.atomic =
+        std::uint32_t{own_lid} << 16 | std::uint32_t{vector.traffic_class} << 8 | to.service_level;
+    request.address = std::uint64_t{vector.hop_limit} << 32 | (route & 0xfffff);
+    std::byte* staging = env.staging(qp);
+    for_each_piece(
+        pieces, 0, pieces.total,
+        [&](std::byte* data, std::uint64_t at, std::uint64_t n) { place(staging + at, data, n); });
+    env.ask(qp, request);
+    qp.phase = Phase::asked;
+    qp.deadline_ns = env.now() + env.options().service_deadline_ns;
+    return again();
+  }
+  Response response = {};
+  if (!env.answer(qp, response) && env.peer(qp) != PeerState::gone && env.now() < qp.deadline_ns) {
+    return waiting();
+  }
+  env.counters().bytes += pieces.total;
+  return done();
 }
 
 // An atomic, taken apart: the same function runs at the requester on shared memory and at the
@@ -1052,8 +1140,26 @@ BELFRY_HOST_DEVICE bool survives_faults(Env& env, EngineQp& qp, Wqe& wqe, Result
 
 // ---- One WQE ----
 
+// Opcodes that need the connected peer.
+BELFRY_HOST_DEVICE constexpr bool travels(std::uint8_t opcode) {
+  const auto o = static_cast<mlx5::Opcode>(opcode);
+  return o != mlx5::Opcode::nop && o != mlx5::Opcode::wait && o != mlx5::Opcode::dump;
+}
+
 template <class Env>
 BELFRY_HOST_DEVICE Result execute(Env& env, EngineQp& qp, Wqe& wqe) {
+  if constexpr (requires(Destination to, std::uint64_t * gids, std::uint16_t lid) {
+                  env.aim(qp, to, gids, lid);
+                }) {
+    const auto opcode = static_cast<mlx5::Opcode>(wqe.opcode);
+    if (qp.datagrams && (opcode == mlx5::Opcode::send || opcode == mlx5::Opcode::send_imm)) {
+      return do_datagram(env, qp, wqe);
+    }
+  }
+  if (qp.datagrams && travels(wqe.opcode)) {
+    return fail(env, qp, wqe.index, mlx5::Syndrome::local_qp_operation, ReportKind::wqe_opcode,
+                wqe.opcode, wqe.opmod, wqe.segments);
+  }
   switch (static_cast<mlx5::Opcode>(wqe.opcode)) {
     case mlx5::Opcode::rdma_write:
     case mlx5::Opcode::rdma_write_imm:
@@ -1071,12 +1177,6 @@ BELFRY_HOST_DEVICE Result execute(Env& env, EngineQp& qp, Wqe& wqe) {
   }
   return fail(env, qp, wqe.index, mlx5::Syndrome::local_qp_operation, ReportKind::wqe_opcode,
               wqe.opcode, wqe.opmod, wqe.segments);
-}
-
-// Opcodes that need the connected peer.
-BELFRY_HOST_DEVICE constexpr bool travels(std::uint8_t opcode) {
-  const auto o = static_cast<mlx5::Opcode>(opcode);
-  return o != mlx5::Opcode::nop && o != mlx5::Opcode::wait && o != mlx5::Opcode::dump;
 }
 
 // The error CQE, whatever the WQE asked for, and the QP's end.
@@ -1208,7 +1308,7 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
     }
     if (result.verdict() != Verdict::failed) {
       PeerState peer = PeerState::receiving;
-      if (travels(wqe.opcode) && qp.phase != Phase::asked) peer = env.peer(qp);
+      if (travels(wqe.opcode) && qp.phase != Phase::asked && !qp.datagrams) peer = env.peer(qp);
       if (peer == PeerState::receiving) [[likely]] {
         if (first_look) env.trace(Stage::moved, qp.qpn, wqe.index);
         result = execute(env, qp, wqe);
@@ -1283,6 +1383,17 @@ BELFRY_HOST_DEVICE bool flush(Env& env, EngineQp& qp) {
     next_wqe(qp, wqe.blocks);
     worked = true;
   }
+  if (qp.in_hand) {
+    qp.in_hand = false;
+    write_cqe(env, qp, *qp.receive_cq, mlx5::CqeOpcode::responder_error, 0, qp.in_hand_index, 0, 0,
+              mlx5::Syndrome::flushed, 0);
+    worked = true;
+  }
+  if (qp.srq != nullptr && !qp.last_wqe_told) {
+    qp.last_wqe_told = true;
+    if constexpr (requires { env.raise(EventKind::qp_last_wqe_reached, qp.qpn); })
+      env.raise(EventKind::qp_last_wqe_reached, qp.qpn);
+  }
   if (qp.receive_ring != nullptr) {
     const auto posted = static_cast<std::uint16_t>(
         mlx5::swap_bytes(load<Order::acquire, Scope::system>(&qp.record->receive.raw)));
@@ -1346,7 +1457,8 @@ BELFRY_HOST_DEVICE bool serve_queue(Env& env, EngineQp& qp, std::uint32_t most =
 // True while a queue needs turns without a new ring.
 BELFRY_HOST_DEVICE inline bool has_work(const EngineQp& qp) {
   if (qp.state == QpState::err) {
-    return qp.consumer != qp.producer || qp.receive_ring != nullptr;
+    return qp.consumer != qp.producer || qp.receive_ring != nullptr || qp.in_hand ||
+           (qp.srq != nullptr && !qp.last_wqe_told);
   }
   return qp.consumer != qp.producer || qp.watching || qp.deferring;
 }
@@ -1424,9 +1536,9 @@ template <class Env>
 BELFRY_HOST_DEVICE Response respond_failed(Env& env, EngineQp& qp, mlx5::Syndrome to_peer,
                                            mlx5::Syndrome here, bool has_wqe) {
   if (has_wqe) {
-    write_cqe(env, qp, *qp.receive_cq, mlx5::CqeOpcode::responder_error, 0, qp.receive_consumer, 0,
-              0, here, 0);
-    ++qp.receive_consumer;
+    qp.in_hand = false;
+    write_cqe(env, qp, *qp.receive_cq, mlx5::CqeOpcode::responder_error, 0, qp.in_hand_index, 0, 0,
+              here, 0);
   }
   enter_error(env, qp, here);
   return {Response::Outcome::failed, to_peer, 0};
@@ -1435,6 +1547,17 @@ BELFRY_HOST_DEVICE Response respond_failed(Env& env, EngineQp& qp, mlx5::Syndrom
 // How many receive WQEs are posted; -1 when the record is wrong.
 template <class Env>
 BELFRY_HOST_DEVICE std::int32_t receives_posted(Env& env, EngineQp& qp) {
+  if (qp.srq != nullptr) {
+    const EngineSrq& srq = *qp.srq;
+    const auto said = static_cast<std::uint16_t>(
+        mlx5::swap_bytes(load<Order::acquire, Scope::system>(&srq.record->raw)));
+    const auto posted = static_cast<std::uint16_t>(said - srq.taken);
+    if (posted > srq.mask + 1) {
+      env.report(ReportKind::producer_overrun, qp.qpn, srq.taken, said, srq.taken, srq.mask + 1, 1);
+      return -1;
+    }
+    return posted;
+  }
   if (qp.receive_ring == nullptr) return 0;
   const auto said = static_cast<std::uint16_t>(
       mlx5::swap_bytes(load<Order::acquire, Scope::system>(&qp.record->receive.raw)));
@@ -1447,15 +1570,43 @@ BELFRY_HOST_DEVICE std::int32_t receives_posted(Env& env, EngineQp& qp) {
   return posted;
 }
 
+// Takes the next receive WQE, of which there is one, unless one is in hand.
+template <class Env>
+BELFRY_HOST_DEVICE void take_receive([[maybe_unused]] Env& env, EngineQp& qp) {
+  if (qp.in_hand) return;
+  qp.in_hand = true;
+  if (qp.srq == nullptr) {
+    qp.in_hand_index = qp.receive_consumer++;
+    return;
+  }
+  EngineSrq& srq = *qp.srq;
+  qp.in_hand_index = srq.head;
+  // The poster has linked this WQE before it posted it; when it frees it, it links it anew.
+  mlx5::Be16 next;
+  memcpy(&next, srq.ring + srq.head * std::uint64_t{srq.stride} + 2, sizeof(next));
+  srq.head = static_cast<std::uint16_t>((srq.cyclic ? srq.head + 1u : next.value()) & srq.mask);
+  ++srq.taken;
+  const auto said = static_cast<std::uint16_t>(
+      mlx5::swap_bytes(load<Order::acquire, Scope::system>(&srq.record->raw)));
+  if (srq.limit != 0 && static_cast<std::uint16_t>(said - srq.taken) < srq.limit) {
+    srq.limit = 0;
+    if constexpr (requires { env.raise(EventKind::srq_limit, srq.srqn); })
+      env.raise(EventKind::srq_limit, srq.srqn);
+  }
+}
+
 // Resolves the receive WQE in hand. The list ends with the invalid key or the stride.
 template <class Env>
 BELFRY_HOST_DEVICE bool scatter_list(Env& env, EngineQp& qp, Pieces& pieces) {
+  const bool shared = qp.srq != nullptr;
+  const std::uint32_t stride = shared ? qp.srq->stride : qp.receive_stride;
   const std::byte* wqe =
-      qp.receive_ring + (qp.receive_consumer & qp.receive_mask) * std::uint64_t{qp.receive_stride};
+      shared ? qp.srq->ring + qp.in_hand_index * std::uint64_t{stride}
+             : qp.receive_ring + (qp.in_hand_index & qp.receive_mask) * std::uint64_t{stride};
   pieces.count = 0;
   pieces.total = 0;
-  for (std::uint32_t offset = 0; offset < qp.receive_stride && pieces.count < Pieces::capacity;
-       offset += mlx5::wqe_segment_bytes) {
+  for (std::uint32_t offset = shared ? mlx5::wqe_segment_bytes : 0;
+       offset < stride && pieces.count < Pieces::capacity; offset += mlx5::wqe_segment_bytes) {
     mlx5::DataSegment data;
     memcpy(&data, wqe + offset, sizeof(data));
     if (data.lkey.value() == invalid_lkey) break;
@@ -1465,7 +1616,7 @@ BELFRY_HOST_DEVICE bool scatter_list(Env& env, EngineQp& qp, Pieces& pieces) {
     void* memory =
         env.local(data.lkey.value(), data.address.value(), bytes, access::local_write, refusal);
     if (memory == nullptr) {
-      env.report(ReportKind::access_local, qp.qpn, qp.receive_consumer, data.lkey.value(),
+      env.report(ReportKind::access_local, qp.qpn, qp.in_hand_index, data.lkey.value(),
                  data.address.value(), bytes, static_cast<std::uint64_t>(refusal));
       return false;
     }
@@ -1478,12 +1629,14 @@ BELFRY_HOST_DEVICE bool scatter_list(Env& env, EngineQp& qp, Pieces& pieces) {
 template <class Env>
 BELFRY_HOST_DEVICE Response serve_receive(Env& env, EngineQp& qp, const Request& request,
                                           const std::byte* staging) {
-  const std::int32_t posted = receives_posted(env, qp);
+  const std::int32_t posted = qp.in_hand ? 1 : receives_posted(env, qp);
   if (posted < 0) {
     return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
                           mlx5::Syndrome::local_qp_operation, false);
   }
-  if (posted == 0) return {Response::Outcome::not_ready, mlx5::Syndrome::none, 0};
+  // The delay that the sender is to make is this side's to say, as in the protocol.
+  if (posted == 0) return {Response::Outcome::not_ready, mlx5::Syndrome::none, qp.rnr_ns};
+  take_receive(env, qp);
 
   const bool send = request.kind == Request::Kind::send;
   if (send) {
@@ -1494,7 +1647,7 @@ BELFRY_HOST_DEVICE Response serve_receive(Env& env, EngineQp& qp, const Request&
                             mlx5::Syndrome::local_protection, true);
     }
     if (qp.received + request.length > pieces.total) {
-      env.report(ReportKind::message_too_long, qp.qpn, qp.receive_consumer, request.message_length,
+      env.report(ReportKind::message_too_long, qp.qpn, qp.in_hand_index, request.message_length,
                  pieces.total, 0, 0);
       return respond_failed(env, qp, mlx5::Syndrome::remote_invalid_request,
                             mlx5::Syndrome::local_length, true);
@@ -1513,13 +1666,67 @@ BELFRY_HOST_DEVICE Response serve_receive(Env& env, EngineQp& qp, const Request&
                                              : mlx5::CqeOpcode::responder_send;
   const auto bytes = static_cast<std::uint32_t>(send ? qp.received : request.message_length);
   qp.received = 0;
-  if (!write_cqe(env, qp, *qp.receive_cq, opcode, 0, qp.receive_consumer, bytes, request.immediate,
+  qp.in_hand = false;
+  if (!write_cqe(env, qp, *qp.receive_cq, opcode, 0, qp.in_hand_index, bytes, request.immediate,
                  mlx5::Syndrome::none, 0, (request.flags & Request::solicited) != 0)) {
     return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
                           mlx5::Syndrome::local_qp_operation, false);
   }
-  ++qp.receive_consumer;
   return {Response::Outcome::ok, mlx5::Syndrome::none, 0};
+}
+
+// A datagram: dropped without a word where there is no room for it, or the Q_Key is another.
+template <class Env>
+BELFRY_HOST_DEVICE void serve_datagram(Env& env, EngineQp& qp, const Request& request,
+                                       const std::byte* staging) {
+  if (qp.state != QpState::rtr && qp.state != QpState::rts && qp.state != QpState::sqd) return;
+  if (request.rkey != qp.q_key || request.length > staging_bytes) return;
+  if (!qp.in_hand && receives_posted(env, qp) <= 0) return;
+  ++env.counters().served;
+  take_receive(env, qp);
+  Pieces pieces;
+  if (!scatter_list(env, qp, pieces)) {
+    respond_failed(env, qp, mlx5::Syndrome::none, mlx5::Syndrome::local_protection, true);
+    return;
+  }
+  // The first 40 bytes are the global header's, whether there is one or not.
+  constexpr std::uint32_t header_bytes = 40;
+  if (request.length + header_bytes > pieces.total) {
+    env.report(ReportKind::message_too_long, qp.qpn, qp.in_hand_index, request.length, pieces.total,
+               0, 0);
+    respond_failed(env, qp, mlx5::Syndrome::none, mlx5::Syndrome::local_length, true);
+    return;
+  }
+  const bool global = (request.flags & Request::global) != 0;
+  const std::uint32_t service_level = request.atomic & 0xf;
+  if (global) {
+    std::uint64_t header[header_bytes / 8];
+    const auto flow = static_cast<std::uint32_t>(request.address) & 0xfffff;
+    const std::uint32_t first = 6u << 28 | (request.atomic >> 8 & 0xff) << 20 | flow;
+    const std::uint32_t second = (request.length & 0xffff) << 16 | 0x1b00 |
+                                 static_cast<std::uint32_t>(request.address >> 32 & 0xff);
+    header[0] = std::uint64_t{mlx5::be32(first).raw} | std::uint64_t{mlx5::be32(second).raw} << 32;
+    for (int i = 0; i < 4; ++i) header[1 + i] = request.operands[i];
+    for_each_piece(pieces, 0, header_bytes,
+                   [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
+                     place(data, reinterpret_cast<const std::byte*>(header) + at, n);
+                   });
+  }
+  for_each_piece(pieces, header_bytes, request.length,
+                 [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
+                   place(data, staging + (at - header_bytes), n);
+                 });
+  const bool immediate = (request.flags & Request::has_immediate) != 0;
+  const auto lid = static_cast<std::uint16_t>(request.atomic >> 16);
+  const std::uint32_t source = request.source_qpn | service_level << 24 | (global ? 1u << 28 : 0u);
+  qp.in_hand = false;
+  if (!write_cqe(env, qp, *qp.receive_cq,
+                 immediate ? mlx5::CqeOpcode::responder_send_imm : mlx5::CqeOpcode::responder_send,
+                 0, qp.in_hand_index, request.length + header_bytes, request.immediate,
+                 mlx5::Syndrome::none, 0, (request.flags & Request::solicited) != 0,
+                 std::uint64_t{mlx5::be16(lid).raw} << 48, mlx5::be32(source).raw)) {
+    enter_error(env, qp, mlx5::Syndrome::local_qp_operation);
+  }
 }
 
 // Executes what the peer's engine asked of this QP. `staging` is the peer's, staging_bytes long.

@@ -162,6 +162,7 @@ struct HostQp : EngineQp {
   QpConfig config;
   QpAttributes attributes;
   std::shared_ptr<Peer> peer;
+  std::map<std::uint64_t, std::shared_ptr<Peer>> datagram_peers;  // by the NIC's id
   const QueueWord* peer_word = nullptr;
   RequestBlock* block = nullptr;
   std::byte* staging = nullptr;
@@ -177,6 +178,11 @@ struct HostCq : EngineCq {
   mlx5::CqDoorbellRecord no_record = {};
 
   HostCq() : EngineCq{} {}
+};
+
+struct HostSrq : EngineSrq {
+  std::uint32_t users = 0;
+  HostSrq() : EngineSrq{} {}
 };
 
 struct Register {
@@ -257,6 +263,8 @@ struct SoftNic::Implementation {
 
   std::vector<std::unique_ptr<HostQp>> qps;
   std::vector<std::unique_ptr<HostCq>> cqs;
+  std::map<std::uint32_t, std::unique_ptr<HostSrq>> srqs;
+  std::uint32_t next_srqn = 1;
   Numbers qp_numbers, cq_numbers, key_numbers;
   std::vector<std::uint32_t> qp_generation, cq_generation;
   std::vector<Register> registers;
@@ -428,6 +436,39 @@ struct SoftNic::Implementation {
     return true;
   }
 
+  // Makes the NIC of a datagram's destination the QP's peer. False when there is none.
+  bool aim(EngineQp& engine_qp, Destination& to, std::uint64_t* gids, std::uint16_t& lid) {
+    HostQp& qp = host(engine_qp);
+    if (!config.route) return false;
+    if (config.ethernet) {
+      // RoCE: the bit is reserved, and the service level stands one bit further up.
+      to.global = true;
+      to.service_level = to.service_level >> 1 & 7;
+    }
+    const QpAttributes attributes = config.route(to);
+    if (attributes.unreachable) return false;
+    std::shared_ptr<Peer>& known = qp.datagram_peers[attributes.remote.id];
+    if (!known || known->gone) {
+      try {
+        known = connect(attributes.remote);
+      } catch (const Error&) {
+        qp.datagram_peers.erase(attributes.remote.id);
+        return false;
+      }
+    }
+    const std::uint32_t index = to.qpn & qp_index_mask;
+    if (index >= known->view.max_qps) return false;
+    qp.peer = known;
+    qp.peer_word = &known->view.queues[index];
+    qp.remote_qpn = to.qpn;
+    if (to.source_index < config.gids.size()) {
+      std::memcpy(gids, config.gids[to.source_index].data(), 16);
+    }
+    std::memcpy(gids + 2, to.gid, 16);
+    lid = config.lid;
+    return true;
+  }
+
   void warn(EngineQp& qp) {
     Request request = {};
     request.kind = Request::Kind::warning;
@@ -465,9 +506,14 @@ struct SoftNic::Implementation {
         mlx5::swap_bytes(load<Order::acquire, Scope::system>(&cq.record->arm.raw));
     if (word == cq.answered) return;
     const std::uint32_t newest = (word & 1u << 24) != 0 ? cq.solicited : cq.produced;
-    const std::uint32_t news = (newest - word) & 0xffffff;
-    if (news == 0 || news >= 0x800000) return;
+    // What an event was raised for already is no news, though it may not have been polled yet.
+    auto after = [](std::uint32_t a, std::uint32_t b) {
+      const std::uint32_t distance = (a - b) & 0xffffff;
+      return distance != 0 && distance < 0x800000;
+    };
+    if (!after(newest, word) || !after(newest, cq.notified)) return;
     cq.answered = word;
+    cq.notified = cq.produced;
     cq.armed_once = true;
     raise(EventKind::completion, cq.cqn);
   }
@@ -506,6 +552,13 @@ struct SoftNic::Implementation {
     check(qp != nullptr, "QP of softnic " + config.name, fmt::format("number {:#x}", qpn),
           "a number that create_qp returned and destroy_qp has not seen", "check the caller");
     return *qp;
+  }
+
+  HostSrq& srq_or_throw(std::uint32_t srqn) const {
+    const auto found = srqs.find(srqn);
+    check(found != srqs.end(), "SRQ of softnic " + config.name, fmt::format("number {:#x}", srqn),
+          "a number that create_srq returned", "check the caller");
+    return *found->second;
   }
 
   void apply(const Faults& faults);
@@ -939,8 +992,12 @@ bool SoftNic::Implementation::serve_attached(std::uint32_t slot, std::uint32_t& 
       worked = true;
       HostQp* qp = find_qp(request.destination_qpn & 0xffffff);
       Response response = {Response::Outcome::no_queue_pair, mlx5::Syndrome::none, 0};
-      if (qp != nullptr && qp->peer && qp->peer->address.id == s->address.id &&
-          qp->remote_qpn == request.source_qpn) {
+      if (qp != nullptr && qp->datagrams && request.kind == Request::Kind::datagram) {
+        serve_datagram(*this, *qp, request, s->view.staging + std::uint64_t{index} * staging_bytes);
+        response = {Response::Outcome::ok, mlx5::Syndrome::none, 0};
+      } else if (qp != nullptr && !qp->datagrams && request.kind != Request::Kind::datagram &&
+                 qp->peer && qp->peer->address.id == s->address.id &&
+                 qp->remote_qpn == request.source_qpn) {
         response = serve_request(*this, *qp, request,
                                  s->view.staging + std::uint64_t{index} * staging_bytes);
       }
@@ -1008,11 +1065,8 @@ void SoftNic::sleep(std::chrono::nanoseconds longest) {
   SegmentHeader& header = *self_->own.header;
   write_relaxed(&header.sleeping, 1);
   __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  bool asked = false;
-  for (std::uint32_t w = 0; w < self_->own.max_peers / 64; ++w) {
-    asked |= read_relaxed(&header.summary[w]) != 0;
-  }
-  if (!asked) {
+  // What was asked or answered until now is met by this pass; what comes later wakes.
+  if (!progress()) {
     const auto ns = nanoseconds(longest);
     const timespec limit = {static_cast<time_t>(ns / 1'000'000'000),
                             static_cast<long>(ns % 1'000'000'000)};
@@ -1174,8 +1228,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
   // The low byte is another one each time, so that a key of the past is not a key of the present;
   // never 0, because libmlx5's invalid key 0x100 must not come out. It survives in `sequence`,
   // which moves by 4 a life.
-  const std::uint32_t variant =
-      options.variant ? *options.variant : (to.sequence / 4) % 255 + 1;
+  const std::uint32_t variant = options.variant ? *options.variant : (to.sequence / 4) % 255 + 1;
   entry.key = index << 8 | variant;
   __atomic_store_n(&to.sequence, to.sequence + 1, __ATOMIC_SEQ_CST);
   write_release(&to.iova, entry.iova);
@@ -1235,6 +1288,7 @@ std::uint32_t SoftNic::create_cq(const CqConfig& config) {
   cq->record = config.record != nullptr ? config.record : &cq->no_record;
   cq->log2_depth = config.log2_depth;
   cq->collapsed = config.collapsed;
+  cq->wide = config.wide;
   cq->ignore_overrun = config.ignore_overrun;
   cq->events = config.events && config.record != nullptr;
   if (cq->events) {
@@ -1284,6 +1338,49 @@ void SoftNic::destroy_cq(std::uint32_t cqn) {
   self.cqs[cqn & qp_index_mask].reset();
 }
 
+std::uint32_t SoftNic::create_srq(const SrqConfig& config) {
+  const std::string thing = "SRQ of softnic " + self_->config.name;
+  check(config.ring != nullptr && config.record != nullptr, thing, "no ring or record", "both",
+        "set SrqConfig");
+  check(config.log2_entries <= 15 && config.log2_stride >= 5 && config.log2_stride <= 10, thing,
+        fmt::format("log2 {} entries, log2 {} bytes each", config.log2_entries, config.log2_stride),
+        "up to 2^15 entries of 32 to 1024 bytes", "change SrqConfig");
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  auto srq = std::make_unique<HostSrq>();
+  srq->ring = static_cast<const std::byte*>(config.ring);
+  srq->record = config.record;
+  srq->cyclic = config.cyclic;
+  srq->mask = (1u << config.log2_entries) - 1;
+  srq->stride = 1u << config.log2_stride;
+  srq->srqn = self.next_srqn++ & 0xffffff;
+  const std::uint32_t srqn = srq->srqn;
+  check(srqn != 0 && !self.srqs.contains(srqn), thing, "2^24 SRQs", "a free number",
+        "start a new NIC");
+  self.srqs[srqn] = std::move(srq);
+  return srqn;
+}
+
+void SoftNic::limit_srq(std::uint32_t srqn, std::uint16_t limit) {
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  self.srq_or_throw(srqn).limit = limit;
+}
+
+std::uint16_t SoftNic::srq_limit(std::uint32_t srqn) const {
+  const Implementation::Control control(*self_);
+  return self_->srq_or_throw(srqn).limit;
+}
+
+void SoftNic::destroy_srq(std::uint32_t srqn) {
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  const HostSrq& srq = self.srq_or_throw(srqn);
+  check(srq.users == 0, fmt::format("SRQ {:#x} of softnic {}", srqn, self.config.name),
+        fmt::format("{} queues that use it", srq.users), "none", "destroy the QPs first");
+  self.srqs.erase(srqn);
+}
+
 namespace {
 
 // The registers by which a QP is rung.
@@ -1295,8 +1392,8 @@ std::vector<std::uint64_t*> doorbells(const QpConfig& config) {
   if (config.uar != nullptr) {
     // Two BlueFlame registers of two halves each fill the page from here.
     for (std::size_t half = 0; half < 4; ++half) {
-      addresses.push_back(reinterpret_cast<std::uint64_t*>(
-          config.uar + mlx5::uar_doorbell_offset + half * mlx5::uar_blueflame_bytes));
+      addresses.push_back(reinterpret_cast<std::uint64_t*>(config.uar + mlx5::uar_doorbell_offset +
+                                                           half * mlx5::uar_blueflame_bytes));
     }
   }
   return addresses;
@@ -1327,8 +1424,13 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   EngineCq* receive_cq = config.receive_cqn != 0 ? self.cq(config.receive_cqn) : nullptr;
   check(send_cq != nullptr, thing, fmt::format("send CQ {:#x}", config.send_cqn),
         "a CQ of this NIC", "create the CQ first");
-  check(receive_cq != nullptr || (config.receive_cqn == 0 && config.receive_ring == nullptr), thing,
-        fmt::format("receive CQ {:#x}", config.receive_cqn), "a CQ of this NIC",
+  const auto srq = self.srqs.find(config.srqn);
+  check(config.srqn == 0 || (srq != self.srqs.end() && config.receive_ring == nullptr), thing,
+        fmt::format("SRQ {:#x}", config.srqn), "an SRQ of this NIC, and no receive ring",
+        "create the SRQ first");
+  check(receive_cq != nullptr ||
+            (config.receive_cqn == 0 && config.receive_ring == nullptr && config.srqn == 0),
+        thing, fmt::format("receive CQ {:#x}", config.receive_cqn), "a CQ of this NIC",
         "create the CQ first");
   check(!self.qp_numbers.empty(), thing, fmt::format("{} QPs", self.config.max_qps), "a free one",
         "raise NicConfig::max_qps");
@@ -1345,6 +1447,11 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   qp->send_cq = send_cq;
   qp->receive_cq = receive_cq;
   qp->user_index = config.user_index;
+  qp->datagrams = config.type == QpType::ud;
+  if (config.srqn != 0) {
+    qp->srq = srq->second.get();
+    ++srq->second->users;
+  }
   qp->receive_ring = static_cast<const std::byte*>(config.receive_ring);
   qp->receive_mask = (1u << config.log2_receive_entries) - 1;
   qp->receive_stride = 1u << config.log2_receive_stride;
@@ -1373,6 +1480,7 @@ void SoftNic::Implementation::reset(HostQp& qp) {
   qp.consumer = qp.producer = qp.config.initial_producer_index;
   qp.receive_consumer = qp.config.initial_receive_index;
   qp.received = 0;
+  qp.in_hand = qp.last_wqe_told = false;
   qp.ordinal = 0;
   qp.deferring = qp.watching = qp.watch_reported = false;
   qp.unrung = {};
@@ -1380,6 +1488,7 @@ void SoftNic::Implementation::reset(HostQp& qp) {
   // Whoever is executing a request of this QP finds that nobody waits for the answer.
   write_release(&qp.block->state, qp.sequence << 2 | RequestBlock::idle);
   qp.peer.reset();
+  qp.datagram_peers.clear();
   qp.peer_word = nullptr;
   qp.remote_qpn = 0;
 }
@@ -1400,6 +1509,7 @@ void SoftNic::modify_qp(std::uint32_t qpn, QpState target, const QpAttributes& a
     qp.timeout_ns = nanoseconds(attributes.timeout);
     qp.rnr_ns = nanoseconds(attributes.rnr_timer);
   };
+  if (attributes.q_key) qp.q_key = *attributes.q_key;
   switch (target) {
     case QpState::rst: self.reset(qp); break;
     case QpState::init:
@@ -1408,7 +1518,7 @@ void SoftNic::modify_qp(std::uint32_t qpn, QpState target, const QpAttributes& a
       break;
     case QpState::rtr: {
       wanted(from == QpState::init, "RTR after INIT");
-      if (!attributes.unreachable) {
+      if (!attributes.unreachable && !qp.datagrams) {
         auto peer = self.connect(attributes.remote);
         const std::uint32_t index = attributes.remote_qpn & qp_index_mask;
         check(index < peer->view.max_qps,
@@ -1465,6 +1575,7 @@ void SoftNic::destroy_qp(std::uint32_t qpn) {
   std::erase(self.active, &qp);
   --static_cast<HostCq*>(qp.send_cq)->users;
   if (qp.receive_cq != nullptr) --static_cast<HostCq*>(qp.receive_cq)->users;
+  if (qp.srq != nullptr) --static_cast<HostSrq*>(qp.srq)->users;
   const std::uint32_t index = qp.index;
   self.qp_numbers.give_back(index);
   self.qps[index].reset();

@@ -2,6 +2,7 @@
 // writes mlx5 CQEs, so that a poster cannot tell it from a ConnectX. See docs/softnic.md.
 #pragma once
 
+#include <array>
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
@@ -25,6 +26,17 @@ struct NicAddress {
 };
 static_assert(sizeof(NicAddress) <= 64);
 
+struct QpAttributes {
+  NicAddress remote;             // INIT to RTR
+  bool unreachable = false;      // INIT to RTR: there is no such peer, and every message is lost
+  std::uint32_t remote_qpn = 0;  // INIT to RTR
+  std::optional<std::uint32_t> q_key;  // UD: of what it receives
+  std::uint8_t retry_count = 7;
+  std::uint8_t rnr_retry = 7;  // 7 = for ever, as in the hardware
+  std::chrono::nanoseconds timeout = std::chrono::microseconds(67109);  // 4.096 us * 2^14
+  std::chrono::nanoseconds rnr_timer = std::chrono::microseconds(10);
+};
+
 struct NicConfig {
   std::string name = "softnic";  // in reports: say the rank
   std::uint64_t seed = 1;        // of the faults
@@ -39,6 +51,11 @@ struct NicConfig {
   std::uint32_t max_peers = 256;  // NICs that may be connected to this one; a multiple of 64
   std::uint32_t trace_events = 65536;
   std::uint32_t max_reports = 1024;  // later ones are only counted
+  // UD: which NIC a datagram goes to, and what the source's GIDs and LID are. Called from passes.
+  std::function<QpAttributes(const Destination&)> route;
+  std::vector<std::array<std::uint8_t, 16>> gids;
+  std::uint16_t lid = 0;
+  bool ethernet = false;  // every datagram has a global header
   // Where not 0, bits 23:16 of every QPN: NICs that are one device to their users share its QPNs.
   std::uint32_t qpn_prefix = 0;
   // A record that is not followed by its ring, or a ring by its record, is reported after both.
@@ -76,9 +93,18 @@ struct CqConfig {
   // uar_cq_arm_offset of this UAR page, or by arm().
   bool events = false;
   std::byte* uar = nullptr;
+  bool wide = false;  // entries of 128 bytes, the CQE in the second half of each
 };
 
-enum class QpType { rc };
+enum class QpType { rc, ud };
+
+struct SrqConfig {
+  void* ring = nullptr;            // 2^log2_entries WQEs, the first of them the list's head
+  std::uint32_t log2_entries = 0;  // at most 15
+  std::uint32_t log2_stride = 5;   // bytes of one WQE, the link included: 32 ... 1024
+  const mlx5::Be32* record = nullptr;
+  bool cyclic = false;  // in the order of the ring, whatever the links say
+};
 
 struct QpConfig {
   QpType type = QpType::rc;
@@ -94,20 +120,11 @@ struct QpConfig {
   std::byte* uar = nullptr;
   std::uint32_t send_cqn = 0;
   std::uint32_t receive_cqn = 0;  // may be 0 without a receive ring
+  std::uint32_t srqn = 0;         // in place of a receive ring
   // Where the indices start, here and again after RST. The record must say the same then.
   std::uint16_t initial_producer_index = 0;
   std::uint16_t initial_receive_index = 0;
   std::uint32_t user_index = 0;  // bytes 32-35 of CQEs
-};
-
-struct QpAttributes {
-  NicAddress remote;             // INIT to RTR
-  bool unreachable = false;      // INIT to RTR: there is no such peer, and every message is lost
-  std::uint32_t remote_qpn = 0;  // INIT to RTR
-  std::uint8_t retry_count = 7;
-  std::uint8_t rnr_retry = 7;  // 7 = for ever, as in the hardware
-  std::chrono::nanoseconds timeout = std::chrono::microseconds(67109);  // 4.096 us * 2^14
-  std::chrono::nanoseconds rnr_timer = std::chrono::microseconds(10);
 };
 
 struct QpStatus {
@@ -186,6 +203,12 @@ class SoftNic {
   void arm_cq(std::uint32_t cqn);
   CqStatus query_cq(std::uint32_t cqn) const;
   void destroy_cq(std::uint32_t cqn);  // throws while a QP uses it
+
+  std::uint32_t create_srq(const SrqConfig& config);
+  // EventKind::srq_limit is raised, once, when fewer WQEs than this are left; 0: never.
+  void limit_srq(std::uint32_t srqn, std::uint16_t limit);
+  std::uint16_t srq_limit(std::uint32_t srqn) const;
+  void destroy_srq(std::uint32_t srqn);  // throws while a QP uses it
 
   std::uint32_t create_qp(const QpConfig& config);
   // RST→INIT→RTR→RTS, RTS⇄SQD, anything→ERR, anything→RST. Other steps throw. To RTR the peer

@@ -100,6 +100,16 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(ReportKind kind) {
   return "unknown";
 }
 
+// Where a datagram goes, as its WQE's address vector says.
+struct Destination {
+  std::uint32_t qpn;
+  bool global;
+  std::uint8_t source_index;  // in the table of GIDs
+  std::uint8_t service_level;
+  std::uint16_t lid;
+  std::uint8_t gid[16];
+};
+
 // What a NIC tells its owner of its own accord: Event::number is the CQ's, the QP's or the SRQ's.
 enum class EventKind : std::uint32_t {
   completion,           // an armed CQ has an entry that its consumer has not seen

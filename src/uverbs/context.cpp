@@ -5,7 +5,6 @@
 #include <rdma/ib_user_ioctl_cmds.h>
 #include <rdma/mlx5-abi.h>
 #include <rdma/mlx5_user_ioctl_cmds.h>
-#include <sys/mman.h>
 
 #include <cerrno>
 #include <initializer_list>
@@ -42,8 +41,11 @@ std::uint32_t Context::add(std::unique_ptr<Object> object) {
 
 int Context::ioctl(std::uint64_t argument) {
   int error = 0;
+  std::uint32_t object = 0, method = 0;
   try {
     Call call(argument);
+    object = call.object();
+    method = call.method();
     const std::lock_guard lock(mutex_);
     dispatch(call);
     call.finish();
@@ -58,6 +60,9 @@ int Context::ioctl(std::uint64_t argument) {
   } catch (const std::exception& failure) {
     log(failure.what());
     error = EIO;
+  }
+  if (settings().verbose) {
+    log(fmt::format("method {:#x} of object {:#x} failed: {}", method, object, strerror(error)));
   }
   errno = error;
   return -1;
@@ -83,6 +88,10 @@ void Context::dispatch(Call& call) {
     case UVERBS_OBJECT_DEVICE << 16 | UVERBS_METHOD_QUERY_GID_TABLE: return query_gid_table(call);
     case UVERBS_OBJECT_ASYNC_EVENT << 16 | UVERBS_METHOD_ASYNC_EVENT_ALLOC:
       return allocate_async_events(call);
+    case MLX5_IB_OBJECT_DEVX_ASYNC_EVENT_FD << 16 | MLX5_IB_METHOD_DEVX_ASYNC_EVENT_FD_ALLOC:
+      return create_event_channel(call);
+    case MLX5_IB_OBJECT_DEVX << 16 | MLX5_IB_METHOD_DEVX_SUBSCRIBE_EVENT:
+      return subscribe_events(call);
     case UVERBS_OBJECT_PD << 16 | UVERBS_METHOD_PD_DESTROY:
       return remove<Pd>(call.handle(UVERBS_ATTR_DESTROY_PD_HANDLE));
     case UVERBS_OBJECT_AH << 16 | UVERBS_METHOD_AH_DESTROY: {
@@ -96,6 +105,8 @@ void Context::dispatch(Call& call) {
     case UVERBS_OBJECT_MR << 16 | UVERBS_METHOD_REG_DMABUF_MR: return register_dmabuf(call);
     case UVERBS_OBJECT_CQ << 16 | UVERBS_METHOD_CQ_CREATE: return create_cq(call);
     case UVERBS_OBJECT_CQ << 16 | UVERBS_METHOD_CQ_DESTROY: return destroy_cq(call);
+    case UVERBS_OBJECT_SRQ << 16 | UVERBS_METHOD_SRQ_CREATE: return create_srq(call);
+    case UVERBS_OBJECT_SRQ << 16 | UVERBS_METHOD_SRQ_DESTROY: return destroy_srq(call);
     case UVERBS_OBJECT_QP << 16 | UVERBS_METHOD_QP_CREATE: return create_qp(call);
     case UVERBS_OBJECT_QP << 16 | UVERBS_METHOD_QP_DESTROY: return destroy_qp(call);
     case MLX5_IB_OBJECT_UAR << 16 | MLX5_IB_METHOD_UAR_OBJ_ALLOC: return allocate_uar(call);
@@ -106,16 +117,12 @@ void Context::dispatch(Call& call) {
       if (call.in<std::uint32_t>(MLX5_IB_ATTR_DEVX_QUERY_EQN_USER_VEC) != 0) throw Failure{EINVAL};
       return call.out(MLX5_IB_ATTR_DEVX_QUERY_EQN_DEV_EQN, std::uint32_t{1});
     }
-    case MLX5_IB_OBJECT_DEVX_UMEM << 16 | MLX5_IB_METHOD_DEVX_UMEM_REG:
-      return register_umem(call);
+    case MLX5_IB_OBJECT_DEVX_UMEM << 16 | MLX5_IB_METHOD_DEVX_UMEM_REG: return register_umem(call);
     case MLX5_IB_OBJECT_DEVX_UMEM << 16 | MLX5_IB_METHOD_DEVX_UMEM_DEREG:
       return remove<Umem>(call.handle(MLX5_IB_ATTR_DEVX_UMEM_DEREG_HANDLE));
-    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_CREATE:
-      return create_object(call);
-    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_MODIFY:
-      return modify_object(call);
-    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_QUERY:
-      return query_object(call);
+    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_CREATE: return create_object(call);
+    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_MODIFY: return modify_object(call);
+    case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_QUERY: return query_object(call);
     case MLX5_IB_OBJECT_DEVX_OBJ << 16 | MLX5_IB_METHOD_DEVX_OBJ_DESTROY:
       return remove<Devx>(call.handle(MLX5_IB_ATTR_DEVX_OBJ_DESTROY_HANDLE));
     default: break;
@@ -143,12 +150,14 @@ void Context::invoke_write(Call& call) {
     case IB_USER_VERBS_CMD_MODIFY_QP: return modify_qp(call, false);
     case extended | IB_USER_VERBS_EX_CMD_MODIFY_QP: return modify_qp(call, true);
     case IB_USER_VERBS_CMD_QUERY_QP: return query_qp(call);
+    case IB_USER_VERBS_CMD_MODIFY_SRQ: return modify_srq(call);
+    case IB_USER_VERBS_CMD_QUERY_SRQ: return query_srq(call);
     // Moderation of events: there is nothing to moderate.
     case extended | IB_USER_VERBS_EX_CMD_MODIFY_CQ: return;
     default: break;
   }
-  log_once(fmt::format("no command {}{}: EOPNOTSUPP",
-                       (command & extended) != 0 ? "extended " : "", command & 0xff));
+  log_once(fmt::format("no command {}{}: EOPNOTSUPP", (command & extended) != 0 ? "extended " : "",
+                       command & 0xff));
   throw Failure{EOPNOTSUPP};
 }
 
@@ -170,8 +179,7 @@ void Context::get_context(Call& call) {
   response.num_ports = 1;
   response.response_length = sizeof(response);
   response.cqe_version = 1;
-  response.cmds_supp_uhw =
-      MLX5_USER_CMDS_SUPP_UHW_QUERY_DEVICE | MLX5_USER_CMDS_SUPP_UHW_CREATE_AH;
+  response.cmds_supp_uhw = MLX5_USER_CMDS_SUPP_UHW_QUERY_DEVICE | MLX5_USER_CMDS_SUPP_UHW_CREATE_AH;
   response.eth_min_inline = MLX5_USER_INLINE_MODE_NONE;
   response.log_uar_size = 12;
   response.num_uars_per_page = 1;
@@ -199,7 +207,7 @@ void Context::query_port(Call& call) {
   port.pkey_tbl_len = pkey_entries;
   port.lid = local_id(number_, settings().link);
   port.sm_lid = ethernet ? 0 : 1;
-  port.state = 4;  // active
+  port.state = 4;                      // active
   port.max_mtu = port.active_mtu = 5;  // 4096 bytes
   port.max_vl_num = 1;
   port.active_width = 2;    // 4 lanes
@@ -280,6 +288,9 @@ void Context::query_device(Call& call, bool extended) {
   base.max_res_rd_atom = 4096 * 16;
   base.atomic_cap = 1;  // among the NIC's users; with the CPU's too, as it happens
   base.max_ah = 1u << 16;
+  base.max_srq = 4096;
+  base.max_srq_wr = (1u << 15) - 1;
+  base.max_srq_sge = 30;
   base.max_pkeys = pkey_entries;
   base.local_ca_ack_delay = 16;
   base.phys_port_cnt = 1;
@@ -290,22 +301,6 @@ void Context::query_device(Call& call, bool extended) {
   mlx5_ib_query_device_resp driver = {};
   driver.response_length = sizeof(driver);
   call.out(UVERBS_ATTR_UHW_OUT, driver);
-}
-
-void* Context::map(void* address, std::size_t bytes, int protection, int flags,
-                   std::uint64_t offset) {
-  const std::lock_guard lock(mutex_);
-  try {
-    if (bytes != mlx5::uar_page_bytes) throw Failure{EINVAL};
-    const Uar& page = uar(static_cast<std::uint32_t>(offset / mlx5::uar_page_bytes));
-    // Write-only on the device; here exchanges read what was rung.
-    return ::mmap(address, bytes, protection | PROT_READ | PROT_WRITE,
-                  (flags & ~MAP_PRIVATE) | MAP_SHARED, page.fd, 0);
-  } catch (const Failure&) {
-    log_once(fmt::format("no mapping of {} bytes at offset {:#x}: EINVAL", bytes, offset));
-    errno = EINVAL;
-    return MAP_FAILED;
-  }
 }
 
 void Context::closed(int descriptor) {

@@ -39,14 +39,13 @@ struct Pd final : Object {
   std::uint32_t number = 0;
 };
 
-// A page of doorbells, backed by a file so that the program's mapping and ours are two: it may
-// unmap its own at any time.
+// A page of doorbells, a page of the device's file: the program's mapping and ours are two, and it
+// may unmap its own at any time.
 struct Uar final : Object {
   static constexpr Kind kind_of = Kind::uar;
   Uar() : Object(kind_of) {}
   ~Uar() override;
   std::uint32_t page = 0;
-  int fd = -1;
   std::byte* memory = nullptr;
 };
 
@@ -83,6 +82,17 @@ struct Cq final : Object {
   std::shared_ptr<Listener> listener;
 };
 
+struct Srq final : Object {
+  static constexpr Kind kind_of = Kind::srq;
+  Srq() : Object(kind_of) {}
+  ~Srq() override;
+  std::shared_ptr<Device> device;
+  std::uint32_t srqn = 0;
+  std::uint32_t max_wr = 0, max_sge = 0;
+  Pd* pd = nullptr;
+  std::shared_ptr<Listener> listener;
+};
+
 struct Qp final : Object {
   static constexpr Kind kind_of = Kind::qp;
   Qp() : Object(kind_of) {}
@@ -93,6 +103,7 @@ struct Qp final : Object {
   Pd* pd = nullptr;
   Cq* send_cq = nullptr;
   Cq* receive_cq = nullptr;
+  Srq* srq = nullptr;
   ib_uverbs_qp_cap cap = {};
   bool signal_all = false;
   ib_uverbs_modify_qp attributes = {};  // as last set
@@ -120,16 +131,19 @@ std::chrono::nanoseconds acknowledge_timeout(std::uint8_t code);
 
 class Context {
  public:
+  static constexpr std::uint32_t first_page = 0x40, pages = 1u << 16;
+  static constexpr std::uint64_t device_file_bytes = std::uint64_t{first_page + pages} * 4096;
+
+  // `fd`: the device's file, of device_file_bytes, which UARs are pages of.
   Context(int fd, std::uint32_t device);
   ~Context();
   Context(const Context&) = delete;
   Context& operator=(const Context&) = delete;
 
-  // As the system calls on the device's descriptor: -1 and errno, or MAP_FAILED and errno.
+  // As the system call on the device's descriptor: -1 and errno.
   int ioctl(std::uint64_t argument);
-  void* map(void* address, std::size_t bytes, int protection, int flags, std::uint64_t offset);
 
-  // The program closed this descriptor, which may be of a channel.
+  // The program closed this descriptor, which may be that of a channel.
   void closed(int descriptor);
 
   // The CQ that a program's req_notify call is about was armed.
@@ -156,6 +170,10 @@ class Context {
   void create_channel(Call& call);
   void create_cq(Call& call);
   void destroy_cq(Call& call);
+  void create_srq(Call& call);
+  void modify_srq(Call& call);
+  void query_srq(Call& call);
+  void destroy_srq(Call& call);
   void create_qp(Call& call);
   void modify_qp(Call& call, bool extended);
   void query_qp(Call& call);
@@ -170,10 +188,13 @@ class Context {
   void create_object(Call& call);
   void modify_object(Call& call);
   void query_object(Call& call);
+  void create_event_channel(Call& call);
+  void subscribe_events(Call& call);
   using Bytes = std::vector<std::byte>;
   std::unique_ptr<Object> devx_create(const Bytes& in, Bytes& out, std::uint32_t& number);
   std::unique_ptr<Object> devx_create_cq(const Bytes& in);
   std::unique_ptr<Object> devx_create_qp(const Bytes& in);
+  std::unique_ptr<Object> devx_create_rmp(const Bytes& in);
   std::unique_ptr<Object> devx_create_mkey(const Bytes& in, std::uint32_t& number);
   void devx_modify_qp(Qp& qp, const Bytes& in);
   void devx_query(Object& object, const Bytes& in, Bytes& out);
@@ -197,6 +218,7 @@ class Context {
   }
   Uar& uar(std::uint32_t page);
   Cq* find_cq(std::uint32_t cqn);
+  Srq* find_srq(std::uint32_t srqn);
   // The state that a QP of the NIC is taken to, by verbs or by a command.
   void move_qp(Qp& qp, softnic::QpState target, const softnic::QpAttributes& attributes);
 
@@ -208,7 +230,7 @@ class Context {
   std::map<int, std::shared_ptr<EventPipe>> channels_;  // by the program's descriptor
   std::map<std::uint32_t, std::unique_ptr<Object>> objects_;
   std::uint32_t next_handle_ = 1;
-  std::uint32_t next_page_ = 0x40;
+  std::uint32_t next_page_ = first_page;
   std::uint32_t next_number_ = 1;  // of PDs, umems and other things that are only counted
 };
 

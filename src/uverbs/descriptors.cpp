@@ -1,6 +1,7 @@
 #include "uverbs/descriptors.hpp"
 
 #include <fcntl.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <array>
@@ -59,8 +60,15 @@ int device_of(const char* path) {
 }
 
 int open_device(int device, int flags) {
-  const int fd = ::open("/dev/null", (flags & O_CLOEXEC) | O_RDWR);
+  // A file whose pages are UARs: programs map them without our being asked, which matters to those
+  // that put hooks of their own into mmap.
+  const int fd = ::memfd_create("uverbs", (flags & O_CLOEXEC) != 0 ? MFD_CLOEXEC : 0);
   if (fd < 0) return -1;
+  if (::ftruncate(fd, static_cast<off_t>(Context::device_file_bytes)) != 0) {
+    ::close(fd);
+    errno = ENOMEM;
+    return -1;
+  }
   if (fd >= watched) {
     ::close(fd);
     errno = EMFILE;

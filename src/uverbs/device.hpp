@@ -50,6 +50,8 @@ struct Listener {
   std::shared_ptr<EventPipe> completion_pipe;
   std::shared_ptr<EventPipe> asynchronous_pipe;
   std::uint64_t user_handle = 0;
+  // DEVX: on `asynchronous_pipe`, the user's cookie alone in place of the verbs event.
+  bool cookies = false;
   std::atomic<std::uint32_t> completions{0}, asynchronous{0};
   void withdraw_unread();
 };
@@ -89,8 +91,8 @@ class Device {
   const std::uint32_t slot_;
   std::unique_ptr<softnic::SoftNic> nic_;
   std::mutex listeners_mutex_;
-  // CQs and QPs have numbers of their own.
-  std::map<std::pair<bool, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
+  // CQs, QPs and SRQs have numbers of their own.
+  std::map<std::pair<int, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
   std::atomic<bool> ending_{false};
   // When the program last ran the engine by itself: the thread then keeps out of its way.
   std::atomic<std::uint64_t> driven_{0};

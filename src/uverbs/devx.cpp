@@ -78,7 +78,6 @@ Opcode opcode_of(const std::vector<std::byte>& in) {
 
 Uar::~Uar() {
   if (memory != nullptr) ::munmap(memory, mlx5::uar_page_bytes);
-  if (fd >= 0) ::close(fd);
 }
 
 void Context::allocate_uar(Call& call) {
@@ -88,14 +87,14 @@ void Context::allocate_uar(Call& call) {
     throw Failure{EOPNOTSUPP};
   }
   auto page = std::make_unique<Uar>();
+  // Numbers are not given again: a context has 65536 of them.
+  if (next_page_ == first_page + pages) throw Failure{ENOMEM};
   page->page = next_page_++;
-  page->fd = ::memfd_create("belfry-uar", MFD_CLOEXEC);
-  if (page->fd < 0 || ::ftruncate(page->fd, mlx5::uar_page_bytes) != 0) throw Failure{ENOMEM};
-  void* memory = ::mmap(nullptr, mlx5::uar_page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED,
-                        page->fd, 0);
+  const std::uint64_t offset = std::uint64_t{page->page} * mlx5::uar_page_bytes;
+  void* memory = ::mmap(nullptr, mlx5::uar_page_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd_,
+                        static_cast<off_t>(offset));
   if (memory == MAP_FAILED) throw Failure{ENOMEM};
   page->memory = static_cast<std::byte*>(memory);
-  const std::uint64_t offset = std::uint64_t{page->page} * mlx5::uar_page_bytes;
   const std::uint32_t number = page->page;
   call.set_handle(MLX5_IB_ATTR_UAR_OBJ_ALLOC_HANDLE, add(std::move(page)));
   call.out(MLX5_IB_ATTR_UAR_OBJ_ALLOC_MMAP_OFFSET, offset);
@@ -132,8 +131,8 @@ void Context::register_umem(Call& call) {
     if (address % 4096 != 0 || static_cast<std::uint64_t>(status.st_size) < address + bytes) {
       throw Failure{EINVAL};
     }
-    void* memory = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
-                          static_cast<off_t>(address));
+    void* memory =
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, static_cast<off_t>(address));
     if (memory == MAP_FAILED) {
       log_once("a dmabuf that the CPU cannot map was refused: EOPNOTSUPP");
       throw Failure{EOPNOTSUPP};
@@ -203,6 +202,11 @@ std::unique_ptr<Object> Context::devx_create(const Bytes& in, Bytes&, std::uint3
       return qp;
     }
     case Opcode::create_mkey: return devx_create_mkey(in, number);
+    case Opcode::create_rmp: {
+      auto srq = devx_create_rmp(in);
+      number = static_cast<Srq&>(*srq).srqn;
+      return srq;
+    }
     case Opcode::alloc_pd: {
       auto pd = std::make_unique<Pd>();
       pd->number = number = next_number_++ & 0xffffff;
@@ -217,8 +221,9 @@ std::unique_ptr<Object> Context::devx_create(const Bytes& in, Bytes&, std::uint3
 std::unique_ptr<Object> Context::devx_create_cq(const Bytes& in) {
   constexpr std::uint32_t at = prm::cqc::at_create;
   auto field = [&](prm::Field f) { return prm::get(in, within(at, f)); };
-  // 64-byte entries, in memory and with a record that were registered.
-  if (field(prm::cqc::cqe_size) != 0 || prm::get(in, prm::create_cq::umem_valid) == 0) {
+  // Entries of 64 or 128 bytes. That memory and record are umems need not be said: the kernel adds
+  // it to what comes from programs.
+  if (field(prm::cqc::cqe_size) > 1) {
     throw Refused{Status::bad_parameter};
   }
   const auto log_size = static_cast<std::uint32_t>(field(prm::cqc::log_size));
@@ -229,13 +234,14 @@ std::unique_ptr<Object> Context::devx_create_cq(const Bytes& in) {
   softnic::CqConfig config;
   config.log2_depth = log_size;
   config.collapsed = field(prm::cqc::collapsed) != 0;
+  config.wide = field(prm::cqc::cqe_size) != 0;
   config.ignore_overrun = field(prm::cqc::ignore_overrun) != 0;
   config.buffer = reinterpret_cast<mlx5::Cqe*>(
       umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_cq::umem_id)),
                    prm::get(in, prm::create_cq::umem_offset),
-                   (config.collapsed ? 1 : std::uint64_t{cq->entries}) * sizeof(mlx5::Cqe),
+                   (config.collapsed ? 1 : std::uint64_t{cq->entries}) * sizeof(mlx5::Cqe)
+                       << field(prm::cqc::cqe_size),
                    sizeof(mlx5::Cqe)));
-  if (field(prm::cqc::dbr_umem_valid) == 0) throw Refused{Status::bad_parameter};
   config.record = reinterpret_cast<mlx5::CqDoorbellRecord*>(
       umem_pointer(static_cast<std::uint32_t>(field(prm::cqc::dbr_umem_id)),
                    field(prm::cqc::dbr_address), sizeof(mlx5::CqDoorbellRecord), 8));
@@ -247,17 +253,18 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
   auto field = [&](prm::Field f) {
     return static_cast<std::uint32_t>(prm::get(in, within(prm::qpc::at, f)));
   };
-  constexpr std::uint32_t reliable = 0, regular = 0, none = 3;
+  constexpr std::uint32_t reliable = 0, regular = 0, shared = 1, none = 3;
   if (field(prm::qpc::service_type) != reliable) throw Refused{Status::bad_parameter};
   const std::uint32_t receive_type = field(prm::qpc::rq_type);
-  if (receive_type != regular && receive_type != none) throw Refused{Status::bad_parameter};
-  if (prm::get(in, prm::create_qp::umem_valid) == 0 || field(prm::qpc::dbr_umem_valid) == 0) {
+  if (receive_type != regular && receive_type != shared && receive_type != none) {
     throw Refused{Status::bad_parameter};
   }
+  Srq* srq = receive_type == shared ? find_srq(field(prm::qpc::srqn)) : nullptr;
+  if (receive_type == shared && srq == nullptr) throw Refused{Status::bad_resource};
   Cq* send_cq = find_cq(field(prm::qpc::send_cqn));
   Cq* receive_cq = find_cq(field(prm::qpc::receive_cqn));
   const bool sends = field(prm::qpc::no_sq) == 0, receives = receive_type == regular;
-  if (send_cq == nullptr || (receives && receive_cq == nullptr)) {
+  if (send_cq == nullptr || ((receives || srq != nullptr) && receive_cq == nullptr)) {
     throw Refused{Status::bad_resource};
   }
   auto qp = std::make_unique<Qp>();
@@ -272,35 +279,60 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
       receives ? 1ull << (config.log2_receive_entries + config.log2_receive_stride) : 0;
   const std::uint64_t send_bytes =
       sends ? std::uint64_t{mlx5::wqe_block_bytes} << config.log2_send_blocks : 0;
-  std::byte* buffer =
-      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_qp::umem_id)),
-                   prm::get(in, prm::create_qp::umem_offset), receive_bytes + send_bytes,
-                   mlx5::wqe_block_bytes);
+  std::byte* buffer = umem_pointer(
+      static_cast<std::uint32_t>(prm::get(in, prm::create_qp::umem_id)),
+      prm::get(in, prm::create_qp::umem_offset), receive_bytes + send_bytes, mlx5::wqe_block_bytes);
   if (receive_bytes % mlx5::wqe_block_bytes != 0) throw Refused{Status::bad_parameter};
   if (receives) config.receive_ring = buffer;
   config.send_ring = sends ? buffer + receive_bytes : empty_ring(*qp);
   const std::uint64_t record = prm::get(in, within(prm::qpc::at, prm::qpc::dbr_address));
-  config.record = reinterpret_cast<mlx5::DoorbellRecord*>(umem_pointer(
-      field(prm::qpc::dbr_umem_id), record, sizeof(mlx5::DoorbellRecord), 8));
+  config.record = reinterpret_cast<mlx5::DoorbellRecord*>(
+      umem_pointer(field(prm::qpc::dbr_umem_id), record, sizeof(mlx5::DoorbellRecord), 8));
   config.uar = uar(field(prm::qpc::uar_page)).memory;
   config.send_cqn = send_cq->cqn;
   config.receive_cqn = receive_cq != nullptr ? receive_cq->cqn : 0;
   config.user_index = field(prm::qpc::user_index);
   config.initial_producer_index = static_cast<std::uint16_t>(field(prm::qpc::hw_sq_counter));
+  config.srqn = srq != nullptr ? srq->srqn : 0;
   qp->qpn = device_->nic().create_qp(config);
   qp->send_cq = send_cq;
   qp->receive_cq = receive_cq;
   ++send_cq->users;
   if (receive_cq != nullptr) ++receive_cq->users;
+  qp->srq = srq;
+  if (srq != nullptr) ++srq->users;
   return qp;
+}
+
+// A receive queue that QPs share: a list, or a ring, of WQEs with a link in front.
+std::unique_ptr<Object> Context::devx_create_rmp(const Bytes& in) {
+  auto field = [&](prm::Field f) { return prm::get(in, within(prm::create_rmp::wq, f)); };
+  constexpr std::uint64_t list = 0, cyclic = 1;
+  const std::uint64_t type = field(prm::create_rmp::type);
+  if (type != list && type != cyclic) throw Refused{Status::bad_parameter};
+  softnic::SrqConfig config;
+  config.cyclic = type == cyclic;
+  config.log2_entries = static_cast<std::uint32_t>(field(prm::create_rmp::log_size));
+  config.log2_stride = static_cast<std::uint32_t>(field(prm::create_rmp::log_stride));
+  if (config.log2_entries > 15 || config.log2_stride < 5 || config.log2_stride > 10) {
+    throw Refused{Status::limits_exceeded};
+  }
+  config.ring = umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp::umem_id)), 0,
+                             1ull << (config.log2_entries + config.log2_stride), 16);
+  config.record = reinterpret_cast<const mlx5::Be32*>(
+      umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp::dbr_umem_id)),
+                   field(prm::create_rmp::dbr_address), sizeof(mlx5::Be32), 4));
+  auto srq = std::make_unique<Srq>();
+  srq->device = device_;
+  srq->srqn = device_->nic().create_srq(config);
+  return srq;
 }
 
 // Translation tables over a umem. Indirect keys (KSM, KLM) there are none.
 std::unique_ptr<Object> Context::devx_create_mkey(const Bytes& in, std::uint32_t& number) {
   auto field = [&](prm::Field f) { return prm::get(in, within(prm::mkc::at_create, f)); };
   constexpr std::uint64_t translated = 1;
-  if (field(prm::mkc::access_mode) != translated || field(prm::mkc::access_mode_high) != 0 ||
-      prm::get(in, prm::create_mkey::umem_valid) == 0) {
+  if (field(prm::mkc::access_mode) != translated || field(prm::mkc::access_mode_high) != 0) {
     throw Refused{Status::bad_parameter};
   }
   std::uint32_t access = 0;
@@ -384,12 +416,11 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
       if (known.path_mtu < 1 || known.path_mtu > 5) throw Refused{Status::bad_parameter};
       Gid remote = {};
       for (std::uint32_t i = 0; i < 16; ++i) {
-        remote[i] = known.dest.dgid[i] = static_cast<std::uint8_t>(
-            path({prm::path::remote_gid.offset + 8 * i, 8}));
+        remote[i] = known.dest.dgid[i] =
+            static_cast<std::uint8_t>(path({prm::path::remote_gid.offset + 8 * i, 8}));
       }
       // On Ethernet there is no other way than by GID.
-      known.dest.is_global =
-          settings().link == Link::ethernet || path(prm::path::grh) != 0 ? 1 : 0;
+      known.dest.is_global = settings().link == Link::ethernet || path(prm::path::grh) != 0 ? 1 : 0;
       known.dest.dlid = static_cast<std::uint16_t>(path(prm::path::remote_lid));
       known.dest.port_num = 1;
       attributes =
@@ -403,9 +434,7 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
     case Opcode::rts2rts: return;  // alternate paths and the like: none here
     case Opcode::sqd2rts: return step(State::sqd, State::rts);
     case Opcode::to_err: return move_qp(qp, State::err, attributes);
-    case Opcode::to_rst:
-      known = {};
-      return move_qp(qp, State::rst, attributes);
+    case Opcode::to_rst: known = {}; return move_qp(qp, State::rst, attributes);
     default: unknown_command("change", in);
   }
 }
@@ -463,6 +492,45 @@ void Context::devx_query(Object& object, const Bytes& in, Bytes& out) {
   unknown_command("answer", in);
 }
 
+// ---- Events ----
+
+void Context::create_event_channel(Call& call) {
+  constexpr std::uint32_t omit_data = 1;
+  if (call.in_or<std::uint32_t>(MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_FLAGS, 0) != omit_data) {
+    log_once("no DEVX event channel whose events carry data: EOPNOTSUPP");
+    throw Failure{EOPNOTSUPP};
+  }
+  auto pipe = std::make_shared<EventPipe>();
+  call.set_handle(MLX5_IB_ATTR_DEVX_ASYNC_EVENT_FD_ALLOC_HANDLE,
+                  static_cast<std::uint64_t>(pipe->program_end()));
+  channels_[pipe->program_end()] = std::move(pipe);
+}
+
+// A QP's last WQE of its SRQ, or its end: those of the device's events that a QP here can have.
+void Context::subscribe_events(Call& call) {
+  const auto channel = channels_.find(call.descriptor(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_HANDLE));
+  if (channel == channels_.end()) throw Failure{EBADF};
+  constexpr std::uint16_t last_wqe = 0x13;
+  const auto types = call.in_bytes(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_TYPE_NUM_LIST);
+  std::uint16_t type = 0;
+  if (types.size() == sizeof(type)) std::memcpy(&type, types.data(), sizeof(type));
+  Qp* qp = nullptr;
+  if (call.has(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE)) {
+    Object* object =
+        get<Devx>(call.handle(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_OBJ_HANDLE)).object.get();
+    if (object != nullptr && object->kind == Kind::qp) qp = static_cast<Qp*>(object);
+  }
+  if (qp == nullptr || type != last_wqe || call.has(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_FD_NUM)) {
+    log_once(fmt::format("no subscription to DEVX event {:#x}: EOPNOTSUPP", type));
+    throw Failure{EOPNOTSUPP};
+  }
+  qp->listener = std::make_shared<Listener>();
+  qp->listener->cookies = true;
+  qp->listener->user_handle = call.in<std::uint64_t>(MLX5_IB_ATTR_DEVX_SUBSCRIBE_EVENT_COOKIE);
+  qp->listener->asynchronous_pipe = channel->second;
+  device_->listen(softnic::EventKind::qp_last_wqe_reached, qp->qpn, qp->listener);
+}
+
 // ---- Capabilities ----
 
 void Context::devx_capabilities(const Bytes& in, Bytes& out) const {
@@ -473,43 +541,44 @@ void Context::devx_capabilities(const Bytes& in, Bytes& out) const {
   const bool ethernet = settings().link == Link::ethernet;
   // The lowest bit asks for what may be, or for what is: the same here.
   switch (prm::get(in, prm::op_mod) >> 1) {
-    case 0:                                     // general
-      put(0x88, 8, 15);                         // log_max_qp_sz
-      put(0x9b, 5, 12);                         // log_max_qp
-      put(0xc8, 8, 22);                         // log_max_cq_sz
-      put(0xdb, 5, 12);                         // log_max_cq
-      put(0xea, 6, 16);                         // log_max_mkey
-      put(0x109, 7, 40);                        // log_max_mrw_sz
-      put(0x14a, 6, 4);                         // log_max_ra_req_qp
-      put(0x15a, 6, 4);                         // log_max_ra_res_qp
-      put(0x160, 1, 1);                         // end_pad
-      put(0x170, 16, 0);                        // gid_table_size: 8
-      put(0x190, 16, 0);                        // pkey_table_size: 128 is the least
-      put(0x1a2, 1, ethernet ? 0 : 1);          // ib_virt
-      put(0x1b6, 2, ethernet ? 1 : 0);          // port_type
-      put(0x1b8, 8, 1);                         // num_ports
-      put(0x1c3, 5, 30);                        // log_max_msg
-      put(0x1fc, 4, 1);                         // cqe_version
-      put(0x21d, 1, ethernet ? 1 : 0);          // roce
-      put(0x21e, 1, 1);                         // atomic
-      put(0x220, 1, 1);                         // cq_oi
-      put(0x23f, 1, 1);                         // rc
-      put(0x240, 1, 1);                         // uar_4k
-      put(0x24a, 6, 12);                        // uar_sz
-      put(0x258, 8, 12);                        // log_pg_sz
-      put(0x260, 1, 1);                         // bf
-      put(0x26b, 5, 9);                         // log_bf_reg_size
-      put(0x290, 16, 1024);                     // max_wqe_sz_sq
-      put(0x2b0, 16, 512);                      // max_wqe_sz_rq
-      put(0x32b, 5, 16);                        // log_max_pd
-      put(0x490, 16, 0);                        // log_uar_page_sz: 4 KiB
-      put(0x4c0, 32, 1000);                     // device_frequency_mhz
-      put(0x4e0, 32, 1'000'000);                // device_frequency_khz
+    case 0:                             // general
+      put(0x88, 8, 15);                 // log_max_qp_sz
+      put(0x9b, 5, 12);                 // log_max_qp
+      put(0xc8, 8, 22);                 // log_max_cq_sz
+      put(0xdb, 5, 12);                 // log_max_cq
+      put(0xea, 6, 16);                 // log_max_mkey
+      put(0x109, 7, 40);                // log_max_mrw_sz
+      put(0x14a, 6, 4);                 // log_max_ra_req_qp
+      put(0x15a, 6, 4);                 // log_max_ra_res_qp
+      put(0x160, 1, 1);                 // end_pad
+      put(0x170, 16, 0);                // gid_table_size: 8
+      put(0x190, 16, 0);                // pkey_table_size: 128 is the least
+      put(0x1a2, 1, ethernet ? 0 : 1);  // ib_virt
+      put(0x1b6, 2, ethernet ? 1 : 0);  // port_type
+      put(0x1b8, 8, 1);                 // num_ports
+      put(0x1c3, 5, 30);                // log_max_msg
+      put(0x1fc, 4, 1);                 // cqe_version
+      put(0x21d, 1, ethernet ? 1 : 0);  // roce
+      put(0x21e, 1, 1);                 // atomic
+      put(0x220, 1, 1);                 // cq_oi
+      put(0x23f, 1, 1);                 // rc
+      put(0x240, 1, 1);                 // uar_4k
+      put(0x24a, 6, 12);                // uar_sz
+      put(0x258, 8, 12);                // log_pg_sz
+      put(0x260, 1, 1);                 // bf
+      put(0x26b, 5, 9);                 // log_bf_reg_size
+      put(0x290, 16, 1024);             // max_wqe_sz_sq
+      put(0x2b0, 16, 512);              // max_wqe_sz_rq
+      put(0x32b, 5, 16);                // log_max_pd
+      put(0x383, 5, 12);                // log_max_rmp
+      put(0x490, 16, 0);                // log_uar_page_sz: 4 KiB
+      put(0x4c0, 32, 1000);             // device_frequency_mhz
+      put(0x4e0, 32, 1'000'000);        // device_frequency_khz
       return;
-    case 3:                    // atomics
-      put(0x40, 2, 1);         // 8-byte requests in host order
-      put(0x90, 16, 0xf);      // compare-swap, fetch-add, and both masked
-      put(0xb0, 16, 4 | 8);    // of 4 and of 8 bytes
+    case 3:                  // atomics
+      put(0x40, 2, 1);       // 8-byte requests in host order
+      put(0x90, 16, 0xf);    // compare-swap, fetch-add, and both masked
+      put(0xb0, 16, 4 | 8);  // of 4 and of 8 bytes
       return;
     case 2:     // on-demand paging: none
     case 0xc:   // quality of service: none

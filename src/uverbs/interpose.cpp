@@ -11,9 +11,9 @@
 #include <linux/netlink.h>
 #include <rdma/rdma_user_ioctl_cmds.h>
 #include <sys/ioctl.h>
-#include <sys/mman.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
+#include <sys/sysmacros.h>
 #include <unistd.h>
 
 #include <cerrno>
@@ -44,10 +44,11 @@ Function* next(const char* name, const char* library = nullptr) {
   return reinterpret_cast<Function*>(found);
 }
 
-#define BELFRY_NEXT(name) (*[] {                                   \
-  static auto* const function = next<decltype(::name)>(#name);     \
-  return function;                                                 \
-}())
+#define BELFRY_NEXT(name)                                        \
+  (*[] {                                                         \
+    static auto* const function = next<decltype(::name)>(#name); \
+    return function;                                             \
+  }())
 
 // Where a path into the kernel's tree of RDMA devices leads instead; the path itself otherwise.
 class Path {
@@ -85,15 +86,22 @@ const char* node(const char* path) {
   return !Inside::now() && device_of(path) >= 0 ? "/dev/null" : path;
 }
 
+template <class Status>
+void as_device(Status& status) {
+  status.st_mode = S_IFCHR | 0666;
+  status.st_rdev = makedev(1, 3);
+  status.st_size = 0;
+}
+
 bool wants_mode(int flags) { return (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE; }
 
-#define BELFRY_MODE(flags)                                  \
-  mode_t mode = 0;                                          \
-  if (wants_mode(flags)) {                                  \
-    va_list arguments;                                      \
-    va_start(arguments, flags);                             \
+#define BELFRY_MODE(flags)                                   \
+  mode_t mode = 0;                                           \
+  if (wants_mode(flags)) {                                   \
+    va_list arguments;                                       \
+    va_start(arguments, flags);                              \
     mode = static_cast<mode_t>(va_arg(arguments, unsigned)); \
-    va_end(arguments);                                      \
+    va_end(arguments);                                       \
   }
 
 }  // namespace
@@ -196,20 +204,17 @@ BELFRY_EXPORT int ioctl(int fd, unsigned long request, ...) {
   return BELFRY_NEXT(ioctl)(fd, request, argument);
 }
 
-BELFRY_EXPORT void* mmap(void* address, size_t bytes, int protection, int flags, int fd,
-                         off_t offset) {
-  if (fd >= 0 && (flags & MAP_ANONYMOUS) == 0 && !Inside::now()) {
-    const Inside inside;
-    if (const auto context = find_context(fd)) {
-      return context->map(address, bytes, protection, flags, static_cast<std::uint64_t>(offset));
-    }
-  }
-  return BELFRY_NEXT(mmap)(address, bytes, protection, flags, fd, offset);
+// The file behind a device passes for the character device that sysfs promises.
+BELFRY_EXPORT int fstat(int fd, struct stat* status) {
+  const int result = BELFRY_NEXT(fstat)(fd, status);
+  if (result == 0 && !Inside::now() && find_context(fd)) as_device(*status);
+  return result;
 }
 
-BELFRY_EXPORT void* mmap64(void* address, size_t bytes, int protection, int flags, int fd,
-                           off64_t offset) {
-  return mmap(address, bytes, protection, flags, fd, offset);
+BELFRY_EXPORT int fstat64(int fd, struct stat64* status) {
+  const int result = BELFRY_NEXT(fstat64)(fd, status);
+  if (result == 0 && !Inside::now() && find_context(fd)) as_device(*status);
+  return result;
 }
 
 // libibverbs asks for devices by netlink first, and reads sysfs where there is none.
@@ -245,8 +250,8 @@ BELFRY_EXPORT ibv_context* ibv_open_device(ibv_device* device) {
 }
 
 BELFRY_EXPORT ibv_context* mlx5dv_open_device(ibv_device* device, mlx5dv_context_attr* attributes) {
-  static auto* const function = next<ibv_context*(ibv_device*, mlx5dv_context_attr*)>(
-      "mlx5dv_open_device", "libmlx5.so.1");
+  static auto* const function =
+      next<ibv_context*(ibv_device*, mlx5dv_context_attr*)>("mlx5dv_open_device", "libmlx5.so.1");
   if (function == nullptr) {
     errno = ENOSYS;
     return nullptr;

@@ -33,8 +33,7 @@ int poll_cq(ibv_cq* cq, int entries, ibv_wc* completions) {
 }
 
 int post_send(ibv_qp* qp, ibv_send_wr* requests, ibv_send_wr** bad) {
-  const int result =
-      original.post_send.load(std::memory_order_relaxed)(qp, requests, bad);
+  const int result = original.post_send.load(std::memory_order_relaxed)(qp, requests, bad);
   progress();
   return result;
 }

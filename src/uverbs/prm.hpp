@@ -68,6 +68,7 @@ enum class Opcode : std::uint16_t {
   alloc_transport_domain = 0x816,
   dealloc_transport_domain = 0x817,
   query_lag = 0x842,
+  create_rmp = 0x90c,
 };
 
 enum class Status : std::uint8_t {
@@ -106,13 +107,12 @@ inline constexpr std::uint32_t at = 0xc0;  // in every command that carries one
 inline constexpr Field state = {0x00, 4}, service_type = {0x08, 8}, pd = {0x28, 24},
                        mtu = {0x40, 3}, log_rq_size = {0x49, 4}, log_rq_stride = {0x4d, 3},
                        no_sq = {0x50, 1}, log_sq_size = {0x51, 4}, uar_page = {0x68, 24},
-                       user_index = {0x88, 24}, remote_qpn = {0xa8, 24},
-                       retry_count = {0x38d, 3}, rnr_retry = {0x390, 3},
-                       next_send_psn = {0x3c8, 24}, send_cqn = {0x3e8, 24}, rre = {0x490, 1},
-                       rwe = {0x491, 1}, rae = {0x492, 1}, min_rnr_nak = {0x4a3, 5},
-                       next_receive_psn = {0x4a8, 24}, receive_cqn = {0x4e8, 24},
-                       dbr_address = {0x500, 64}, q_key = {0x540, 32}, rq_type = {0x565, 3},
-                       srqn = {0x568, 24}, hw_sq_counter = {0x5a0, 16},
+                       user_index = {0x88, 24}, remote_qpn = {0xa8, 24}, retry_count = {0x38d, 3},
+                       rnr_retry = {0x390, 3}, next_send_psn = {0x3c8, 24}, send_cqn = {0x3e8, 24},
+                       rre = {0x490, 1}, rwe = {0x491, 1}, rae = {0x492, 1},
+                       min_rnr_nak = {0x4a3, 5}, next_receive_psn = {0x4a8, 24},
+                       receive_cqn = {0x4e8, 24}, dbr_address = {0x500, 64}, q_key = {0x540, 32},
+                       rq_type = {0x565, 3}, srqn = {0x568, 24}, hw_sq_counter = {0x5a0, 16},
                        sw_sq_counter = {0x5b0, 16}, hw_rq_counter = {0x5c0, 32},
                        dbr_umem_valid = {0x683, 1}, dbr_umem_id = {0x720, 32};
 inline constexpr std::uint32_t primary_path = 0xc0;  // an address path, below
@@ -128,13 +128,20 @@ namespace create_qp {
 inline constexpr Field umem_offset = {0x800, 64}, umem_id = {0x840, 32}, umem_valid = {0x860, 1};
 }
 
+namespace create_rmp {
+// Of the work queue within the command.
+inline constexpr std::uint32_t wq = 0x280;
+inline constexpr Field type = {0x00, 4}, dbr_address = {0x80, 64}, log_stride = {0x10c, 4},
+                       log_size = {0x11b, 5}, dbr_umem_id = {0x140, 32}, umem_id = {0x160, 32};
+}  // namespace create_rmp
+
 namespace mkc {
 inline constexpr std::uint32_t at_create = 0x80;
 inline constexpr Field access_mode_high = {0x03, 3}, atomic = {0x11, 1}, remote_write = {0x12, 1},
                        remote_read = {0x13, 1}, local_write = {0x14, 1}, local_read = {0x15, 1},
                        access_mode = {0x16, 2}, variant = {0x38, 8}, length64 = {0x60, 1},
                        pd = {0x68, 24}, start = {0x80, 64}, length = {0xc0, 64};
-}
+}  // namespace mkc
 namespace create_mkey {
 inline constexpr Field umem_valid = {0x61, 1}, umem_id = {0x320, 32}, umem_offset = {0x340, 64};
 }

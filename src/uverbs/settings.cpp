@@ -58,22 +58,21 @@ Field text(Get get) {
 
 template <class Get>
 Field flag(Get get) {
-  return {[get](Settings& s, std::string_view value) {
-            get(s) = value == "1";
-            return value == "0" || value == "1";
-          },
-          [get](const Settings& s) {
-            return std::string(get(const_cast<Settings&>(s)) ? "1" : "0");
-          }};
+  return {
+      [get](Settings& s, std::string_view value) {
+        get(s) = value == "1";
+        return value == "0" || value == "1";
+      },
+      [get](const Settings& s) { return std::string(get(const_cast<Settings&>(s)) ? "1" : "0"); }};
 }
 
 const std::map<std::string, Field, std::less<>>& fields() {
   using S = Settings;
   static const std::map<std::string, Field, std::less<>> table = {
-      {"sysfs", text([](S& s) -> auto& { return s.sysfs; })},
-      {"fabric", text([](S& s) -> auto& { return s.fabric; })},
-      {"log", text([](S& s) -> auto& { return s.log; })},
-      {"devices", number([](S& s) -> auto& { return s.devices; })},
+      {"sysfs", text([](S & s) -> auto& { return s.sysfs; })},
+      {"fabric", text([](S & s) -> auto& { return s.fabric; })},
+      {"log", text([](S & s) -> auto& { return s.log; })},
+      {"devices", number([](S & s) -> auto& { return s.devices; })},
       {"link",
        {[](S& s, std::string_view value) {
           s.link = value == "infiniband" ? Link::infiniband : Link::ethernet;
@@ -82,15 +81,15 @@ const std::map<std::string, Field, std::less<>>& fields() {
         [](const S& s) {
           return std::string(s.link == Link::infiniband ? "infiniband" : "ethernet");
         }}},
-      {"strict", flag([](S& s) -> auto& { return s.strict; })},
-      {"verbose", flag([](S& s) -> auto& { return s.verbose; })},
-      {"seed", number([](S& s) -> auto& { return s.seed; })},
-      {"delay", number([](S& s) -> auto& { return s.faults.delay; })},
-      {"delay-passes", number([](S& s) -> auto& { return s.faults.delay_passes; })},
-      {"reorder", number([](S& s) -> auto& { return s.faults.reorder; })},
-      {"drop", number([](S& s) -> auto& { return s.faults.drop; })},
-      {"drop-passes", number([](S& s) -> auto& { return s.faults.drop_passes; })},
-      {"error-at", number([](S& s) -> auto& { return s.faults.error_at; })},
+      {"strict", flag([](S & s) -> auto& { return s.strict; })},
+      {"verbose", flag([](S & s) -> auto& { return s.verbose; })},
+      {"seed", number([](S & s) -> auto& { return s.seed; })},
+      {"delay", number([](S & s) -> auto& { return s.faults.delay; })},
+      {"delay-passes", number([](S & s) -> auto& { return s.faults.delay_passes; })},
+      {"reorder", number([](S & s) -> auto& { return s.faults.reorder; })},
+      {"drop", number([](S & s) -> auto& { return s.faults.drop; })},
+      {"drop-passes", number([](S & s) -> auto& { return s.faults.drop_passes; })},
+      {"error-at", number([](S & s) -> auto& { return s.faults.error_at; })},
       {"error-syndrome",
        {[](S& s, std::string_view value) {
           std::uint32_t code = 0;
@@ -101,11 +100,11 @@ const std::map<std::string, Field, std::less<>>& fields() {
         [](const S& s) {
           return fmt::format("{}", static_cast<unsigned>(s.faults.error_syndrome));
         }}},
-      {"flush-at", number([](S& s) -> auto& { return s.faults.flush_at; })},
-      {"stall-at", number([](S& s) -> auto& { return s.faults.stall_at; })},
-      {"credit", number([](S& s) -> auto& { return s.faults.credit; })},
-      {"slow-doorbell", number([](S& s) -> auto& { return s.faults.slow_doorbell_passes; })},
-      {"late-placement", flag([](S& s) -> auto& { return s.faults.late_placement; })},
+      {"flush-at", number([](S & s) -> auto& { return s.faults.flush_at; })},
+      {"stall-at", number([](S & s) -> auto& { return s.faults.stall_at; })},
+      {"credit", number([](S & s) -> auto& { return s.faults.credit; })},
+      {"slow-doorbell", number([](S & s) -> auto& { return s.faults.slow_doorbell_passes; })},
+      {"late-placement", flag([](S & s) -> auto& { return s.faults.late_placement; })},
   };
   return table;
 }
@@ -211,12 +210,25 @@ void write_sysfs(const std::string& folder, const Settings& settings) {
   write_file(verbs / "abi_version", "6");
   for (std::uint32_t d = 0; d < settings.devices; ++d) {
     const bool ethernet = settings.link == Link::ethernet;
-    // The descriptors behind the devices are of /dev/null, 1:3.
+    // What descriptors of the devices say that they are (interpose.cpp).
     write_file(verbs / uverbs_name(d) / "dev", "1:3");
     write_file(verbs / uverbs_name(d) / "ibdev", device_name(d));
     write_file(verbs / uverbs_name(d) / "abi_version", "1");
 
-    const std::filesystem::path ib = root / "class/infiniband" / device_name(d);
+    // As for a PCI function: the class names it by a link, and the device lies two folders above.
+    const std::filesystem::path pci =
+        root / "devices/pci00fe:00" / fmt::format("00fe:00:{:02x}.0", d + 1);
+    const std::filesystem::path ib = pci / "infiniband" / device_name(d);
+    const std::filesystem::path link = root / "class/infiniband" / device_name(d);
+    std::error_code error;
+    std::filesystem::create_directories(ib, error);
+    std::filesystem::create_directories(link.parent_path(), error);
+    std::filesystem::create_directory_symlink(ib, link, error);
+    std::filesystem::create_directory_symlink(pci, ib / "device", error);
+    if (error) {
+      throw Error(link.string(), error.message(), "the devices' sysfs tree",
+                  "make the folder for temporary files (TMPDIR) writable");
+    }
     write_file(ib / "node_type", "1: CA");
     write_file(ib / "node_guid", guid_text(node_guid(d)));
     write_file(ib / "sys_image_guid", guid_text(node_guid(d)));
@@ -225,12 +237,13 @@ void write_sysfs(const std::string& folder, const Settings& settings) {
     write_file(ib / "hw_rev", "0");
     write_file(ib / "hca_type", "MT4129");
     write_file(ib / "board_id", "BELFRY_SOFTNIC");
-    write_file(ib / "device/vendor", "0x15b3");
-    write_file(ib / "device/device", "0x1021");
-    write_file(ib / "device/class", "0x020000");
-    write_file(ib / "device/numa_node", "-1");
-    write_file(ib / "device/modalias",
-               "pci:v000015B3d00001021sv000015B3sd00000000bc02sc00i00");
+    write_file(pci / "vendor", "0x15b3");
+    write_file(pci / "device", "0x1021");
+    write_file(pci / "class", "0x020000");
+    write_file(pci / "numa_node", "-1");
+    write_file(pci / "current_link_width", "16");
+    write_file(pci / "current_link_speed", "32.0 GT/s PCIe");
+    write_file(pci / "modalias", "pci:v000015B3d00001021sv000015B3sd00000000bc02sc00i00");
     const std::filesystem::path port = ib / "ports/1";
     write_file(port / "state", "4: ACTIVE");
     write_file(port / "phys_state", "5: LinkUp");

@@ -41,9 +41,9 @@ inline constexpr std::uint32_t vendor_id = 0x2c9;
 inline constexpr std::uint32_t vendor_part_id = 4129;  // ConnectX-6 Dx... of the mlx5 family
 inline constexpr const char* firmware_version = "22.35.1000";
 
-std::string device_name(std::uint32_t device);   // mlx5_0
-std::string uverbs_name(std::uint32_t device);   // uverbs0
-std::uint64_t node_guid(std::uint32_t device);   // host order
+std::string device_name(std::uint32_t device);            // mlx5_0
+std::string uverbs_name(std::uint32_t device);            // uverbs0
+std::uint64_t node_guid(std::uint32_t device);            // host order
 std::uint16_t local_id(std::uint32_t device, Link link);  // LID; 0 on Ethernet
 std::array<std::uint8_t, 6> mac_address(std::uint32_t device);
 // Entry `index` of the port's table; all zeros where there is none. RoCE: link-local v1 and v2,

@@ -50,7 +50,7 @@ void check_range(std::uint64_t address, std::uint64_t bytes, bool writable) {
   std::uint64_t covered = address;
   char* line = nullptr;
   std::size_t capacity = 0;
-  while (covered < end && ::getline(&line, &capacity, maps) > 0) {
+  while (covered<end&& ::getline(&line, &capacity, maps)> 0) {
     char* cursor = nullptr;
     const std::uint64_t low = std::strtoull(line, &cursor, 16);
     const std::uint64_t high = std::strtoull(cursor + 1, &cursor, 16);

@@ -44,6 +44,14 @@ Cq::~Cq() {
   device->forget(softnic::EventKind::completion, cqn);
 }
 
+Srq::~Srq() {
+  if (srqn != 0) {
+    without_throwing([&] { device->nic().destroy_srq(srqn); });
+    device->forget(softnic::EventKind::srq_limit, srqn);
+  }
+  if (pd != nullptr) --pd->users;
+}
+
 Qp::~Qp() {
   if (qpn != 0) {
     without_throwing([&] { device->nic().destroy_qp(qpn); });
@@ -52,6 +60,7 @@ Qp::~Qp() {
   if (pd != nullptr) --pd->users;
   if (send_cq != nullptr) --send_cq->users;
   if (receive_cq != nullptr) --receive_cq->users;
+  if (srq != nullptr) --srq->users;
 }
 
 // ---- PD, MR, AH ----
@@ -128,11 +137,10 @@ void Context::reregister_mr(Call& call) {
     }
     const std::uint32_t access = nic_access(request.access_flags);
     check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
-    const std::uint32_t key =
-        device_->nic()
-            .register_memory(reinterpret_cast<void*>(request.start), request.length, access,
-                             {.iova = request.hca_va})
-            .lkey;
+    const std::uint32_t key = device_->nic()
+                                  .register_memory(reinterpret_cast<void*>(request.start),
+                                                   request.length, access, {.iova = request.hca_va})
+                                  .lkey;
     device_->nic().deregister(mr.key);
     mr.key = key;
     mr.bytes = request.length;
@@ -246,7 +254,8 @@ void Context::create_cq(Call& call) {
       std::uint64_t{call.in<std::uint32_t>(UVERBS_ATTR_CREATE_CQ_CQE)} + 1;
   const auto flags = call.in_or<std::uint32_t>(UVERBS_ATTR_CREATE_CQ_FLAGS, 0);
   if (call.in<std::uint32_t>(UVERBS_ATTR_CREATE_CQ_COMP_VECTOR) != 0) throw Failure{EINVAL};
-  if (driver.cqe_size != sizeof(mlx5::Cqe) || driver.cqe_comp_en != 0 ||
+  constexpr std::uint32_t narrow = sizeof(mlx5::Cqe), wide = 2 * narrow;
+  if ((driver.cqe_size != narrow && driver.cqe_size != wide) || driver.cqe_comp_en != 0 ||
       (driver.flags & ~MLX5_IB_CREATE_CQ_FLAGS_UAR_PAGE_INDEX) != 0) {
     log_once(fmt::format("no CQ with {}-byte entries, compression {} and flags {:#x}: EOPNOTSUPP",
                          driver.cqe_size, driver.cqe_comp_en, driver.flags));
@@ -256,7 +265,7 @@ void Context::create_cq(Call& call) {
       driver.db_addr % 8 != 0) {
     throw Failure{EINVAL};
   }
-  check_range(driver.buf_addr, entries * sizeof(mlx5::Cqe), true);
+  check_range(driver.buf_addr, entries * driver.cqe_size, true);
   check_range(driver.db_addr, sizeof(mlx5::CqDoorbellRecord), true);
 
   auto cq = std::make_unique<Cq>();
@@ -267,6 +276,7 @@ void Context::create_cq(Call& call) {
   cq->listener->asynchronous_pipe = async_events_;
   softnic::CqConfig config;
   config.buffer = reinterpret_cast<mlx5::Cqe*>(driver.buf_addr);
+  config.wide = driver.cqe_size == wide;
   config.log2_depth = static_cast<std::uint32_t>(std::countr_zero(entries));
   config.record = reinterpret_cast<mlx5::CqDoorbellRecord*>(driver.db_addr);
   config.ignore_overrun = (flags & IB_UVERBS_CQ_FLAGS_IGNORE_OVERRUN) != 0;
@@ -307,25 +317,106 @@ Cq* Context::find_cq(std::uint32_t cqn) {
   return nullptr;
 }
 
+// ---- SRQ ----
+
+Srq* Context::find_srq(std::uint32_t srqn) {
+  for (auto& [handle, object] : objects_) {
+    Object* inner = object.get();
+    if (inner->kind == Kind::devx) inner = static_cast<Devx*>(inner)->object.get();
+    if (inner != nullptr && inner->kind == Kind::srq && static_cast<Srq*>(inner)->srqn == srqn) {
+      return static_cast<Srq*>(inner);
+    }
+  }
+  return nullptr;
+}
+
+void Context::create_srq(Call& call) {
+  const auto driver = call.in<mlx5_ib_create_srq>(UVERBS_ATTR_UHW_IN);
+  const auto type = call.in_or<std::uint8_t>(UVERBS_ATTR_CREATE_SRQ_TYPE, IB_UVERBS_SRQT_BASIC);
+  if (type != IB_UVERBS_SRQT_BASIC || driver.flags != 0) {
+    log_once(fmt::format("no SRQ of type {} with flags {:#x}: EOPNOTSUPP", type, driver.flags));
+    throw Failure{EOPNOTSUPP};
+  }
+  const auto wanted = call.in<std::uint32_t>(UVERBS_ATTR_CREATE_SRQ_MAX_WR);
+  const auto pieces = call.in<std::uint32_t>(UVERBS_ATTR_CREATE_SRQ_MAX_SGE);
+  if (wanted == 0 || wanted >= 1u << 15 || pieces > 30 || driver.db_addr % 8 != 0) {
+    throw Failure{EINVAL};
+  }
+  // libmlx5 laid the ring out by the same rules: the next power of two above each.
+  const std::uint32_t entries = std::bit_ceil(wanted + 1);
+  const std::uint32_t stride = std::max(
+      std::bit_ceil((1 + pieces) * static_cast<std::uint32_t>(mlx5::wqe_segment_bytes)), 32u);
+  check_range(driver.buf_addr, std::uint64_t{entries} * stride, true);
+  check_range(driver.db_addr, sizeof(mlx5::DoorbellRecord), true);
+  Pd& pd = get<Pd>(call.handle(UVERBS_ATTR_CREATE_SRQ_PD_HANDLE));
+  auto srq = std::make_unique<Srq>();
+  srq->device = device_;
+  srq->max_wr = entries - 1;
+  srq->max_sge = stride / mlx5::wqe_segment_bytes - 1;
+  softnic::SrqConfig config;
+  config.ring = reinterpret_cast<void*>(driver.buf_addr);
+  config.log2_entries = static_cast<std::uint32_t>(std::countr_zero(entries));
+  config.log2_stride = static_cast<std::uint32_t>(std::countr_zero(stride));
+  config.record = reinterpret_cast<const mlx5::Be32*>(driver.db_addr);
+  srq->srqn = device_->nic().create_srq(config);
+  srq->pd = &pd;
+  ++pd.users;
+  srq->listener = std::make_shared<Listener>();
+  srq->listener->user_handle = call.in<std::uint64_t>(UVERBS_ATTR_CREATE_SRQ_USER_HANDLE);
+  srq->listener->asynchronous_pipe = async_events_;
+  device_->listen(softnic::EventKind::srq_limit, srq->srqn, srq->listener);
+  call.out(UVERBS_ATTR_CREATE_SRQ_RESP_MAX_WR, srq->max_wr);
+  call.out(UVERBS_ATTR_CREATE_SRQ_RESP_MAX_SGE, srq->max_sge);
+  call.out(UVERBS_ATTR_CREATE_SRQ_RESP_SRQ_NUM, srq->srqn);
+  const mlx5_ib_create_srq_resp response = {.srqn = srq->srqn, .reserved = 0};
+  call.out(UVERBS_ATTR_UHW_OUT, response);
+  call.set_handle(UVERBS_ATTR_CREATE_SRQ_HANDLE, add(std::move(srq)));
+}
+
+void Context::modify_srq(Call& call) {
+  constexpr std::uint32_t size = 1, limit = 2;
+  const auto request = call.in<ib_uverbs_modify_srq>(UVERBS_ATTR_CORE_IN);
+  const Srq& srq = get<Srq>(request.srq_handle);
+  if ((request.attr_mask & ~(size | limit)) != 0) throw Failure{EINVAL};
+  if ((request.attr_mask & size) != 0) throw Failure{EINVAL};  // mlx5 does not resize, either
+  if ((request.attr_mask & limit) == 0) return;
+  if (request.srq_limit >= srq.max_wr) throw Failure{EINVAL};
+  device_->nic().limit_srq(srq.srqn, static_cast<std::uint16_t>(request.srq_limit));
+}
+
+void Context::query_srq(Call& call) {
+  const Srq& srq = get<Srq>(call.in<ib_uverbs_query_srq>(UVERBS_ATTR_CORE_IN).srq_handle);
+  const ib_uverbs_query_srq_resp response = {srq.max_wr, srq.max_sge,
+                                             device_->nic().srq_limit(srq.srqn), 0};
+  call.out(UVERBS_ATTR_CORE_OUT, response);
+}
+
+void Context::destroy_srq(Call& call) {
+  const std::uint32_t handle = call.handle(UVERBS_ATTR_DESTROY_SRQ_HANDLE);
+  const auto listener = get<Srq>(handle).listener;
+  remove<Srq>(handle);
+  listener->withdraw_unread();
+  const ib_uverbs_destroy_srq_resp response = {listener->asynchronous};
+  call.out(UVERBS_ATTR_DESTROY_SRQ_RESP, response);
+}
+
 // ---- QP ----
 
 void Context::create_qp(Call& call) {
   const auto driver = call.in<mlx5_ib_create_qp>(UVERBS_ATTR_UHW_IN);
   const auto type = call.in<std::uint8_t>(UVERBS_ATTR_CREATE_QP_TYPE);
-  constexpr std::uint32_t without_effect = MLX5_QP_FLAG_SCATTER_CQE |
-                                           MLX5_QP_FLAG_ALLOW_SCATTER_CQE |
-                                           MLX5_QP_FLAG_UAR_PAGE_INDEX;
-  if (type != IB_UVERBS_QPT_RC || (driver.flags & ~without_effect) != 0 ||
-      call.has(UVERBS_ATTR_CREATE_QP_SRQ_HANDLE)) {
-    log_once(fmt::format("no QP of type {} with flags {:#x}{}: EOPNOTSUPP", type, driver.flags,
-                         call.has(UVERBS_ATTR_CREATE_QP_SRQ_HANDLE) ? " and an SRQ" : ""));
+  constexpr std::uint32_t without_effect =
+      MLX5_QP_FLAG_SCATTER_CQE | MLX5_QP_FLAG_ALLOW_SCATTER_CQE | MLX5_QP_FLAG_UAR_PAGE_INDEX;
+  if ((type != IB_UVERBS_QPT_RC && type != IB_UVERBS_QPT_UD) ||
+      (driver.flags & ~without_effect) != 0) {
+    log_once(fmt::format("no QP of type {} with flags {:#x}: EOPNOTSUPP", type, driver.flags));
     throw Failure{EOPNOTSUPP};
   }
   if ((driver.flags & MLX5_QP_FLAG_UAR_PAGE_INDEX) == 0) throw Failure{EINVAL};
   auto power = [](std::uint64_t n) { return std::has_single_bit(n) && n <= 1u << 15; };
   if ((driver.sq_wqe_count != 0 && !power(driver.sq_wqe_count)) ||
-      (driver.rq_wqe_count != 0 && (!power(driver.rq_wqe_count) || driver.rq_wqe_shift < 4 ||
-                                    driver.rq_wqe_shift > 10)) ||
+      (driver.rq_wqe_count != 0 &&
+       (!power(driver.rq_wqe_count) || driver.rq_wqe_shift < 4 || driver.rq_wqe_shift > 10)) ||
       driver.db_addr % 8 != 0 || driver.buf_addr % mlx5::wqe_block_bytes != 0) {
     throw Failure{EINVAL};
   }
@@ -345,12 +436,17 @@ void Context::create_qp(Call& call) {
   Pd& pd = get<Pd>(call.handle(UVERBS_ATTR_CREATE_QP_PD_HANDLE));
   Cq& send_cq = get<Cq>(call.handle(UVERBS_ATTR_CREATE_QP_SEND_CQ_HANDLE));
   Cq& receive_cq = get<Cq>(call.handle(UVERBS_ATTR_CREATE_QP_RECV_CQ_HANDLE));
+  Srq* srq = call.has(UVERBS_ATTR_CREATE_QP_SRQ_HANDLE)
+                 ? &get<Srq>(call.handle(UVERBS_ATTR_CREATE_QP_SRQ_HANDLE))
+                 : nullptr;
+  if (srq != nullptr && driver.rq_wqe_count != 0) throw Failure{EINVAL};
   softnic::QpConfig config;
+  config.type = type == IB_UVERBS_QPT_UD ? softnic::QpType::ud : softnic::QpType::rc;
+  config.srqn = srq != nullptr ? srq->srqn : 0;
   auto* buffer = reinterpret_cast<std::byte*>(driver.buf_addr);
   if (driver.rq_wqe_count != 0) {
     config.receive_ring = buffer;
-    config.log2_receive_entries =
-        static_cast<std::uint32_t>(std::countr_zero(driver.rq_wqe_count));
+    config.log2_receive_entries = static_cast<std::uint32_t>(std::countr_zero(driver.rq_wqe_count));
     config.log2_receive_stride = driver.rq_wqe_shift;
   }
   if (driver.sq_wqe_count != 0) {
@@ -369,6 +465,8 @@ void Context::create_qp(Call& call) {
   qp->send_cq = &send_cq;
   qp->receive_cq = &receive_cq;
   for (std::uint32_t* users : {&pd.users, &send_cq.users, &receive_cq.users}) ++*users;
+  qp->srq = srq;
+  if (srq != nullptr) ++srq->users;
   qp->listener = std::make_shared<Listener>();
   qp->listener->user_handle = call.in<std::uint64_t>(UVERBS_ATTR_CREATE_QP_USER_HANDLE);
   qp->listener->asynchronous_pipe = async_events_;
@@ -448,10 +546,21 @@ constexpr Step rc_steps[] = {
      mask_current_state | mask_access | mask_rnr_timer | mask_path_migration},
 };
 
-bool step_is_allowed(State from, State to, std::uint32_t mask) {
+constexpr Step ud_steps[] = {
+    {State::rst, State::init, mask_pkey | mask_port | mask_qkey, 0},
+    {State::init, State::init, 0, mask_pkey | mask_port | mask_qkey},
+    {State::init, State::rtr, 0, mask_pkey | mask_qkey},
+    {State::rtr, State::rts, mask_send_psn, mask_current_state | mask_qkey},
+    {State::rts, State::rts, 0, mask_current_state | mask_qkey},
+    {State::rts, State::sqd, 0, 1u << 2},
+    {State::sqd, State::sqd, 0, mask_pkey | mask_qkey},
+    {State::sqd, State::rts, 0, mask_current_state | mask_qkey},
+};
+
+bool step_is_allowed(std::span<const Step> steps, State from, State to, std::uint32_t mask) {
   mask &= ~static_cast<std::uint32_t>(mask_state);
   if (to == State::rst || to == State::err) return mask == 0 || mask == mask_current_state;
-  for (const Step& step : rc_steps) {
+  for (const Step& step : steps) {
     if (step.from != from || step.to != to) continue;
     return (mask & step.needed) == step.needed && (mask & ~(step.needed | step.allowed)) == 0;
   }
@@ -462,9 +571,9 @@ bool step_is_allowed(State from, State to, std::uint32_t mask) {
 
 // The codes of InfiniBand's RNR NAK timer, in units of 10 us.
 std::chrono::nanoseconds rnr_timer(std::uint8_t code) {
-  constexpr std::uint32_t units[32] = {65536, 1,   2,   3,    4,    6,    8,    12,
-                                       16,    24,  32,  48,   64,   96,   128,  192,
-                                       256,   384, 512, 768,  1024, 1536, 2048, 3072,
+  constexpr std::uint32_t units[32] = {65536, 1,    2,    3,     4,     6,     8,     12,
+                                       16,    24,   32,   48,    64,    96,    128,   192,
+                                       256,   384,  512,  768,   1024,  1536,  2048,  3072,
                                        4096,  6144, 8192, 12288, 16384, 24576, 32768, 49152};
   return std::chrono::microseconds(10) * units[code & 31];
 }
@@ -489,16 +598,18 @@ void Context::move_qp(Qp& qp, State target, const softnic::QpAttributes& attribu
 }
 
 void Context::modify_qp(Call& call, bool extended) {
-  const auto request = extended
-                           ? call.in<ib_uverbs_ex_modify_qp>(UVERBS_ATTR_CORE_IN).base
-                           : call.in<ib_uverbs_modify_qp>(UVERBS_ATTR_CORE_IN);
+  const auto request = extended ? call.in<ib_uverbs_ex_modify_qp>(UVERBS_ATTR_CORE_IN).base
+                                : call.in<ib_uverbs_modify_qp>(UVERBS_ATTR_CORE_IN);
   Qp& qp = get<Qp>(request.qp_handle);
   const std::uint32_t mask = request.attr_mask;
+  const bool datagrams = qp.type == IB_UVERBS_QPT_UD;
+  const std::span<const Step> steps =
+      datagrams ? std::span<const Step>(ud_steps) : std::span<const Step>(rc_steps);
   const State from = device_->nic().query_qp(qp.qpn).state;
   const State to = (mask & mask_state) != 0 ? static_cast<State>(request.qp_state) : from;
   if (request.qp_state > 6 ||
       ((mask & mask_current_state) != 0 && static_cast<State>(request.cur_qp_state) != from) ||
-      !step_is_allowed(from, to, mask)) {
+      !step_is_allowed(steps, from, to, mask)) {
     throw Failure{EINVAL};
   }
   if ((mask & mask_port) != 0 && request.port_num != 1) throw Failure{EINVAL};
@@ -538,9 +649,9 @@ void Context::modify_qp(Call& call, bool extended) {
   keep(mask_remote_qpn, &M::dest_qp_num);
   if (to == State::rst) known = {};
 
-  if (from != to || to == State::rts) {
+  if (from != to || to == State::rts || (mask & mask_qkey) != 0) {
     softnic::QpAttributes attributes;
-    if (to == State::rtr) {
+    if (to == State::rtr && !datagrams) {
       attributes = device_->route(known.dest_qp_num & 0xffffff, known.dest.is_global != 0,
                                   gid_of(known.dest.dgid), known.dest.dlid);
     }
@@ -548,6 +659,7 @@ void Context::modify_qp(Call& call, bool extended) {
     attributes.rnr_retry = known.rnr_retry;
     attributes.timeout = acknowledge_timeout(known.timeout);
     attributes.rnr_timer = rnr_timer(known.min_rnr_timer);
+    if (datagrams) attributes.q_key = known.qkey;
     move_qp(qp, to, attributes);
   }
   mlx5_ib_modify_qp_resp response = {};

@@ -28,7 +28,7 @@ class Command(unittest.TestCase):
         return result.stdout
 
     def test_every_subcommand_has_help(self):
-        for command in (["demo"], ["run"], ["doctor"], ["bench"], ["bench", "latency"],
+        for command in (["demo"], ["run"], ["doctor"], ["softnic"], ["softnic", "run"], ["bench"], ["bench", "latency"],
                         ["bench", "bandwidth"], ["bench", "rate"], ["bench", "alltoall"],
                         ["bench", "anatomy"]):
             out = self.worked(run(*command, "--help"))
@@ -77,6 +77,11 @@ class Command(unittest.TestCase):
     @unittest.skipUnless(os.path.exists("/dev/full"), "no /dev/full")
     def test_a_full_disk_is_an_error(self):
         self.refused(run("doctor", "--json", "/dev/full"), "/dev/full", "No space left")
+
+    def test_softnic_refuses_what_cannot_be(self):
+        self.refused(run("softnic", "run", "--drop", "2", "--", "true"), "--drop", "2")
+        self.refused(run("softnic", "run", "--fabric", "a/b", "--", "true"), "a/b")
+        self.refused(run("softnic", "run", "--devices", "99", "--", "true"), "--devices", "99")
 
     def test_a_wrong_token_and_a_port_in_use_are_named(self):
         with socket.socket() as taken:

@@ -55,8 +55,8 @@ class Side {
     context = open_device();
     if (context == nullptr) throw std::runtime_error("no mlx5 device with DEVX");
     pd = ibv_alloc_pd(context);
-    memory = static_cast<std::byte*>(::mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE,
-                                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    memory = static_cast<std::byte*>(
+        ::mmap(nullptr, 2 * bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     queues = memory + bytes;
     mr = ibv_reg_mr(pd, memory, bytes,
                     IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ |
@@ -112,12 +112,11 @@ class Side {
     const Field timeout = {qpc::primary_path + path::ack_timeout.offset, path::ack_timeout.width};
     ASSERT_EQ(modify(Opcode::rst2init, {{port, 1}, {qpc::rwe, 1}, {qpc::rre, 1}, {qpc::rae, 1}}),
               0);
-    ASSERT_EQ(modify(Opcode::init2rtr,
-                     {{qpc::remote_qpn, peer.qpn}, {qpc::mtu, 3}, {qpc::min_rnr_nak, 1}},
-                     &peer.gid),
-              0);
-    ASSERT_EQ(modify(Opcode::rtr2rts,
-                     {{qpc::retry_count, 7}, {qpc::rnr_retry, 7}, {timeout, 14}}),
+    ASSERT_EQ(
+        modify(Opcode::init2rtr,
+               {{qpc::remote_qpn, peer.qpn}, {qpc::mtu, 3}, {qpc::min_rnr_nak, 1}}, &peer.gid),
+        0);
+    ASSERT_EQ(modify(Opcode::rtr2rts, {{qpc::retry_count, 7}, {qpc::rnr_retry, 7}, {timeout, 14}}),
               0);
   }
 
@@ -139,9 +138,8 @@ class Side {
                               qpn, 3, mlx5::completion_always);
     const mlx5::RemoteAddressSegment remote = {mlx5::be64(peer.memory + offset),
                                                mlx5::be32(rkey != 0 ? rkey : peer.rkey), 0};
-    const mlx5::DataSegment data = {
-        mlx5::be32(length), mlx5::be32(mr->lkey),
-        mlx5::be64(reinterpret_cast<std::uint64_t>(memory) + offset)};
+    const mlx5::DataSegment data = {mlx5::be32(length), mlx5::be32(mr->lkey),
+                                    mlx5::be64(reinterpret_cast<std::uint64_t>(memory) + offset)};
     std::memcpy(block, &control, 16);
     std::memcpy(block + 16, &remote, 16);
     std::memcpy(block + 32, &data, 16);

@@ -88,8 +88,9 @@ void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
       ->capture_default_str()
       ->check([](const std::string& name) {
         const bool good = !name.empty() && name.size() <= 64 &&
-                          name.find_first_not_of("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVW"
-                                                 "XYZ0123456789-_") == std::string::npos;
+                          name.find_first_not_of(
+                              "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVW"
+                              "XYZ0123456789-_") == std::string::npos;
         return good ? std::string() : "'" + name + "' is none: use letters, digits, - and _";
       });
   command->add_option("--log", s.log,
@@ -127,8 +128,9 @@ void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
       ->add_option("--slow-doorbell", f.slow_doorbell_passes,
                    "A ring is noticed up to so many passes late.")
       ->group(group);
-  command->add_flag("--late-placement", f.late_placement,
-                    "Payloads of WRITEs are placed at the last legal moment.")
+  command
+      ->add_flag("--late-placement", f.late_placement,
+                 "Payloads of WRITEs are placed at the last legal moment.")
       ->group(group);
   command->add_option("PROGRAM", o.launch.argv, "The program and its arguments, after --.")
       ->required();

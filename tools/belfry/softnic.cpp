@@ -1,7 +1,7 @@
 // belfry softnic run: a program, or several copies of it, with the library preloaded that stands
 // in for the kernel's RDMA devices.
-#include <fmt/format.h>
 #include <fcntl.h>
+#include <fmt/format.h>
 #include <sys/wait.h>
 #include <unistd.h>
 

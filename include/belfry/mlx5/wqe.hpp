@@ -127,6 +127,23 @@ struct MaskedAtomic8CompareSwap {
 };
 static_assert(sizeof(MaskedAtomic8CompareSwap) == 32);
 
+// Where a datagram goes: the segments after the control segment of a UD queue's SEND.
+struct AddressVector {
+  Be32 q_key;  // the top bit: the queue's own
+  std::uint32_t reserved_4;
+  Be32 qpn;  // 24 bits; bit 31: this vector has 48 bytes
+  std::uint8_t rate_sl;
+  std::uint8_t path_bits;
+  Be16 remote_lid;
+  std::uint8_t reserved_16[4];
+  std::uint8_t remote_mac[6];
+  std::uint8_t traffic_class;
+  std::uint8_t hop_limit;
+  Be32 grh_gid_flow;  // bit 30: with a global header; source GID's index 27:20; flow label 19:0
+  std::uint8_t remote_gid[16];
+};
+static_assert(sizeof(AddressVector) == 48);
+
 struct WaitSegment {
   std::uint64_t reserved;
   Be32 max_index;

@@ -1,0 +1,198 @@
+#!/usr/bin/env python3
+"""Unmodified programs on rdma-core, as a server and a client that reach each other through SoftNIC.
+
+    pairs.py BELFRY SET      SET: pingpong, perftest, ucx, libfabric, faults
+
+A set whose programs are not installed is skipped (exit code 77), and says which package has them.
+"""
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+BELFRY = None
+FABRIC = f"test-{os.getpid()}"
+PACKAGES = {"ibv_devinfo": "ibverbs-utils", "ib_write_bw": "perftest", "ucx_perftest": "ucx-utils",
+            "fi_info": "libfabric-bin"}
+
+
+def need(program):
+    if shutil.which(program) is None:
+        print(f"skipped: {program} was not found; install {PACKAGES[program]}")
+        sys.exit(77)
+
+
+def start(command, options=(), environment=None):
+    return subprocess.Popen([BELFRY, "softnic", "run", "--fabric", FABRIC, *options, "--", *command],
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            start_new_session=True, env={**os.environ, **(environment or {})})
+
+
+def finish(process, seconds):
+    """Output and exit code; the whole session is killed when it takes too long."""
+    try:
+        output, _ = process.communicate(timeout=seconds)
+        return output, process.returncode
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        return output + f"\n(killed after {seconds} s)", 124
+
+
+def run(command, options=(), seconds=30):
+    return finish(start(command, options), seconds)
+
+
+def listening(port):
+    """Whether somebody listens on this TCP port, without connecting to it."""
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        try:
+            with open(table) as stream:
+                rows = [line.split() for line in stream]
+        except OSError:
+            continue
+        if any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows[1:]):
+            return True
+    return False
+
+
+def pair(server, client, port, options=(), environment=None, seconds=60):
+    """Both outputs and exit codes. The client starts when the server listens."""
+    first = start(server, options, environment)
+    deadline = time.monotonic() + 20
+    while not listening(port) and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    second = start(client, options, environment)
+    client_output, client_code = finish(second, seconds)
+    if client_code != 0 and first.poll() is None:
+        os.killpg(first.pid, signal.SIGKILL)
+    server_output, server_code = finish(first, 20)
+    return client_output, client_code, server_output, server_code
+
+
+def both_succeed(name, server, client, port, options=(), environment=None):
+    begin = time.monotonic()
+    result = pair(server, client, port, options, environment)
+    good = result[1] == 0 and result[3] == 0
+    print(f"{'ok' if good else 'FAILED'}  {name}  ({time.monotonic() - begin:.1f} s)")
+    if not good:
+        print(f"client, exit {result[1]}:\n{result[0]}\nserver, exit {result[3]}:\n{result[2]}")
+    return good
+
+
+class Ports:
+    """A port of its own for each pair: a server of the last one may still hold its own."""
+
+    def __init__(self):
+        self.next = 20000 + os.getpid() % 20000
+
+    def take(self):
+        self.next += 1
+        return self.next
+
+
+PORTS = Ports()
+
+
+def pingpong():
+    need("ibv_devinfo")
+    output, code = run(["ibv_devinfo", "-v"])
+    good = code == 0 and "mlx5_0" in output and "PORT_ACTIVE" in output and "RoCE v2" in output
+    print(f"{'ok' if good else 'FAILED'}  ibv_devinfo -v")
+    if not good:
+        print(output)
+    for words in ("ibv_rc_pingpong", "ibv_rc_pingpong -e", "ibv_rc_pingpong -s 262144 -n 100",
+                  "ibv_ud_pingpong", "ibv_ud_pingpong -e", "ibv_srq_pingpong -q 4",
+                  "ibv_srq_pingpong -q 4 -e"):
+        port = PORTS.take()
+        command = words.split() + ["-g", "1", "-p", str(port)]
+        if "-n" not in command:
+            command += ["-n", "200"]
+        good &= both_succeed(words, command, command + ["localhost"], port)
+    port = PORTS.take()
+    command = ["ibv_rc_pingpong", "-n", "200", "-p", str(port)]
+    good &= both_succeed("ibv_rc_pingpong on InfiniBand", command, command + ["localhost"], port,
+                         ["--link", "infiniband"])
+    return good
+
+
+def perftest():
+    need("ib_write_bw")
+    good = True
+    for words in ("ib_write_lat -s 8 -n 500", "ib_write_lat -s 64 -I 64 -n 200",
+                  "ib_write_bw -a -n 5", "ib_write_bw -q 4 -l 16 -n 320", "ib_write_bw -b -n 200",
+                  "ib_read_lat -n 200", "ib_read_bw -a -n 5", "ib_read_lat -e -n 50",
+                  "ib_send_lat -n 200", "ib_send_lat -e -n 50", "ib_send_bw -s 65536 -q 2 -l 4 -n 200",
+                  "ib_send_bw -r 64 --use-srq -q 4 -n 100", "ib_send_lat -c UD -n 200",
+                  "ib_atomic_lat -A FETCH_AND_ADD -n 200", "ib_atomic_lat -A CMP_AND_SWAP -e -n 50",
+                  "ib_atomic_bw -n 200"):
+        port = PORTS.take()
+        command = words.split() + ["-p", str(port)]
+        good &= both_succeed(words, command, command + ["localhost"], port)
+    return good
+
+
+def ucx():
+    need("ucx_perftest")
+    good = True
+    tests = ("tag_lat -n 50 -s 8", "tag_bw -n 20 -s 65536", "ucp_get -n 20 -s 4096",
+             "ucp_fadd -n 20 -s 8")
+    for transports in ("rc_verbs,ud_verbs", "rc_mlx5,ud_mlx5"):
+        environment = {"UCX_TLS": transports + ",self", "UCX_NET_DEVICES": "mlx5_0:1"}
+        for words in tests:
+            port = PORTS.take()
+            good &= both_succeed(
+                f"ucx_perftest {words} over {transports}", ["ucx_perftest", "-p", str(port)],
+                ["ucx_perftest", "localhost", "-p", str(port), "-w", "5", "-t", *words.split()],
+                port, environment=environment)
+    return good
+
+
+def libfabric():
+    need("fi_info")
+    output, code = run(["fi_info", "-p", "verbs"])
+    good = code == 0 and "mlx5_0" in output and "FI_PROTO_RDMA_CM_IB_RC" in output
+    print(f"{'ok' if good else 'FAILED'}  fi_info -p verbs")
+    if not good:
+        print(output)
+    return good
+
+
+def faults():
+    """What a cable that is cut, and a WQE that fails, look like to a program."""
+    need("ib_write_bw")
+    good = True
+    for name, options, status in (("a link that is cut", ["--drop", "1"], "Failed status 12"),
+                                  ("an error at the third WQE", ["--error-at", "3"],
+                                   "Failed status 11")):
+        port = PORTS.take()
+        command = ["ib_write_bw", "-n", "50", "-p", str(port)]
+        output, code, _, _ = pair(command, command + ["localhost"], port, options)
+        passed = code not in (0, 124) and status in output
+        print(f"{'ok' if passed else 'FAILED'}  {name} is '{status}'")
+        if not passed:
+            print(f"exit {code}:\n{output}")
+        good &= passed
+    return good
+
+
+def main():
+    global BELFRY
+    sets = {f.__name__: f for f in (pingpong, perftest, ucx, libfabric, faults)}
+    if len(sys.argv) != 3 or sys.argv[2] not in sets:
+        sys.exit(__doc__)
+    BELFRY = sys.argv[1]
+    try:
+        good = sets[sys.argv[2]]()
+    finally:
+        try:
+            os.unlink(f"/dev/shm/belfry-softnic-{os.getuid()}-{FABRIC}")
+        except FileNotFoundError:
+            pass
+    sys.exit(0 if good else 1)
+
+
+if __name__ == "__main__":
+    main()
