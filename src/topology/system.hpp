@@ -30,7 +30,7 @@ struct RdmaDevice {
   std::string driver;  // "mlx5_core"
   std::string pci;     // "0000:03:00.0"; empty for soft-RoCE
   std::string firmware;
-  bool software = false;  // of `belfry softnic run`
+  bool software = false;          // of `belfry softnic run`
   std::string verbs_file;         // "/dev/infiniband/uverbs0"; empty: the kernel offers none
   bool verbs_file_opens = false;  // by this user
   std::vector<RdmaPort> ports;

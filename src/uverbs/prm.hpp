@@ -95,8 +95,7 @@ inline constexpr std::uint32_t at_create = 0x80, at_query = 0x80, bits = 0x200;
 inline constexpr Field dbr_umem_valid = {0x06, 1}, cqe_size = {0x08, 3}, collapsed = {0x0b, 1},
                        ignore_overrun = {0x0e, 1}, page_offset = {0x54, 6}, log_size = {0x63, 5},
                        uar_page = {0x68, 24}, eqn = {0xa0, 32}, consumer = {0x148, 24},
-                       producer = {0x168, 24}, dbr_umem_id = {0x20, 32},
-                       dbr_address = {0x1c0, 64};
+                       producer = {0x168, 24}, dbr_umem_id = {0x20, 32}, dbr_address = {0x1c0, 64};
 }  // namespace cqc
 namespace create_cq {
 inline constexpr Field umem_offset = {0x280, 64}, umem_id = {0x2c0, 32}, umem_valid = {0x2e0, 1};

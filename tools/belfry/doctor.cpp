@@ -155,7 +155,8 @@ int doctor(const std::string& json) {
     if (!works) std::printf("     %-8s -> %s\n", "", missing.c_str());
     any = any || works;
     drivable = drivable || (works && factory.device_queues);
-    nlohmann::json entry{{"name", factory.name}, {"works", works}, {"device", device}, {"missing", missing}};
+    nlohmann::json entry{
+        {"name", factory.name}, {"works", works}, {"device", device}, {"missing", missing}};
     std::string paths;
     for (const PathRow& row : rows(works, factory.device_queues)) {
       entry["paths"].push_back(
