@@ -171,8 +171,9 @@ void Context::general_command(Call& call) {
   answer(out, call, MLX5_IB_ATTR_DEVX_OTHER_CMD_OUT, [&] {
     switch (opcode_of(in)) {
       case Opcode::query_hca_cap: return devx_capabilities(in, out);
-      case Opcode::query_special_contexts: return;  // no reserved or dump-fill keys
-      case Opcode::query_lag: return;               // no link aggregation
+      // No reserved or dump-fill keys, and no link aggregation.
+      case Opcode::query_special_contexts:
+      case Opcode::query_lag: return;
       default: unknown_command("answer", in);
     }
   });
