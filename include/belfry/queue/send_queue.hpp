@@ -565,16 +565,19 @@ BELFRY_HOST_DEVICE inline Status await_room(SendQueue& queue, SolePoster& sole,
 BELFRY_HOST_DEVICE inline void publish(SendQueue& queue, SolePoster& sole, std::uint64_t end) {
   sole.next = end;
   const std::uint32_t record = mlx5::be32(static_cast<std::uint32_t>(end) & 0xffff).raw;
-  // Release, once for all: those who poll see the WQEs behind `ready`, the NIC sees them behind the
-  // record. The scope is that of ring().
+  // Release: those who poll see the WQEs behind `ready`, the NIC sees them behind the record. A GPU
+  // pays one fence for both, of the scope that ring() has; for a CPU release stores cost nothing.
+  constexpr Order told = BELFRY_ON_GPU != 0 ? Order::relaxed : Order::release;
+#if BELFRY_ON_GPU
   if (queue.doorbell == nullptr) {
     fence<Order::release, Scope::device>();
   } else {
     fence<Order::release, Scope::system>();
   }
+#endif
   store<Order::relaxed, Scope::device>(&queue.reserved, end);
-  store<Order::relaxed, Scope::device>(&queue.ready, end);
-  store<Order::relaxed, Scope::system>(&queue.record->send.raw, record);
+  store<told, Scope::device>(&queue.ready, end);
+  store<told, Scope::system>(&queue.record->send.raw, record);
   if (queue.doorbell != nullptr) {
     store_doorbell(queue.doorbell,
                    mlx5::doorbell_value(static_cast<std::uint32_t>(end), queue.qpn));
