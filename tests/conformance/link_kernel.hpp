@@ -92,14 +92,15 @@ __device__ void exchange_by_link(const DeviceComm& comm, const Group& group, con
   if (group.leader()) belfry::fetch_add<Order::relaxed, Scope::system>(&result->finished, 1u);
 }
 
-template <PathSet Paths>
+// By the bits of a PathSet: nvcc's stubs of kernels cannot name a class as a template's argument.
+template <std::uint32_t Bits>
 __global__ void links(const __grid_constant__ DeviceComm comm, LinkJob job, LinkResult* result) {
   if (job.threads == 1) {
-    exchange_by_link<Paths>(comm, this_thread, job, result);
+    exchange_by_link<PathSet{Bits}>(comm, this_thread, job, result);
   } else if (job.threads == 32) {
-    exchange_by_link<Paths>(comm, this_warp, job, result);
+    exchange_by_link<PathSet{Bits}>(comm, this_warp, job, result);
   } else {
-    exchange_by_link<Paths>(comm, this_block, job, result);
+    exchange_by_link<PathSet{Bits}>(comm, this_block, job, result);
   }
 }
 

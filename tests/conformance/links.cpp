@@ -29,7 +29,7 @@ TEST_P(Links, carry_what_net_carries) {
                         LinkJob mine = job;
                         mine.window = window.id();
                         launch({.grid = 1, .block = mine.threads, .name = "links"},
-                               links<device_paths>, comm.device_comm(), mine,
+                               links<device_paths.bits>, comm.device_comm(), mine,
                                &results[static_cast<std::size_t>(comm.rank())])
                             .wait();
                         comm.barrier();
