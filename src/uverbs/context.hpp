@@ -14,10 +14,10 @@
 #include <string>
 #include <vector>
 
+#include "belfry/mlx5/prm.hpp"
 #include "memory/shared_segment.hpp"
 #include "uverbs/call.hpp"
 #include "uverbs/device.hpp"
-#include "uverbs/prm.hpp"
 
 namespace belfry::uverbs {
 

@@ -20,7 +20,6 @@ namespace belfry::uverbs {
 
 using prm::Opcode;
 using prm::Status;
-using prm::within;
 
 namespace {
 
@@ -38,7 +37,7 @@ constexpr std::uint32_t syndrome_of(Status status) {
 // EREMOTEIO, as of Linux 5.20.
 template <class Body>
 void answer(std::vector<std::byte>& out, Call& call, std::uint16_t out_attribute, Body body) {
-  if (out.size() < prm::output_header_bytes) throw Failure{EINVAL};
+  if (out.size() < prm::short_bytes) throw Failure{EINVAL};
   Status status = Status::ok;
   try {
     body();
@@ -185,7 +184,7 @@ void Context::create_object(Call& call) {
   answer(out, call, MLX5_IB_ATTR_DEVX_OBJ_CREATE_CMD_OUT, [&] {
     auto devx = std::make_unique<Devx>();
     devx->object = devx_create(in, out, devx->number);
-    prm::set(out, prm::number, devx->number);
+    prm::set(out, prm::object_number, devx->number);
     call.set_handle(MLX5_IB_ATTR_DEVX_OBJ_CREATE_HANDLE, add(std::move(devx)));
   });
 }
@@ -220,80 +219,80 @@ std::unique_ptr<Object> Context::devx_create(const Bytes& in, Bytes&, std::uint3
 }
 
 std::unique_ptr<Object> Context::devx_create_cq(const Bytes& in) {
-  constexpr std::uint32_t at = prm::cqc::at_create;
-  auto field = [&](prm::Field f) { return prm::get(in, within(at, f)); };
+  auto field = [&](prm::Field f) { return prm::get(in, f); };
   // Entries of 64 or 128 bytes. That memory and record are umems need not be said: the kernel adds
   // it to what comes from programs.
-  if (field(prm::cqc::cqe_size) > 1) {
+  if (field(prm::cq_context::cqe_size) > 1) {
     throw Refused{Status::bad_parameter};
   }
-  const auto log_size = static_cast<std::uint32_t>(field(prm::cqc::log_size));
+  const auto log_size = static_cast<std::uint32_t>(field(prm::cq_context::log_size));
   if (log_size > 22) throw Refused{Status::limits_exceeded};
   auto cq = std::make_unique<Cq>();
   cq->device = device_;
   cq->entries = 1u << log_size;
   softnic::CqConfig config;
   config.log2_depth = log_size;
-  config.collapsed = field(prm::cqc::collapsed) != 0;
-  config.wide = field(prm::cqc::cqe_size) != 0;
-  config.ignore_overrun = field(prm::cqc::ignore_overrun) != 0;
+  config.collapsed = field(prm::cq_context::collapsed) != 0;
+  config.wide = field(prm::cq_context::cqe_size) != 0;
+  config.ignore_overrun = field(prm::cq_context::ignore_overrun) != 0;
   config.buffer = reinterpret_cast<mlx5::Cqe*>(
-      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_cq::umem_id)),
-                   prm::get(in, prm::create_cq::umem_offset),
+      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_cq_in::umem)),
+                   prm::get(in, prm::create_cq_in::umem_offset),
                    (config.collapsed ? 1 : std::uint64_t{cq->entries}) * sizeof(mlx5::Cqe)
-                       << field(prm::cqc::cqe_size),
+                       << field(prm::cq_context::cqe_size),
                    sizeof(mlx5::Cqe)));
   config.record = reinterpret_cast<mlx5::CqDoorbellRecord*>(
-      umem_pointer(static_cast<std::uint32_t>(field(prm::cqc::dbr_umem_id)),
-                   field(prm::cqc::dbr_address), sizeof(mlx5::CqDoorbellRecord), 8));
+      umem_pointer(static_cast<std::uint32_t>(field(prm::cq_context::record_umem)),
+                   field(prm::cq_context::record_address), sizeof(mlx5::CqDoorbellRecord), 8));
   cq->cqn = device_->nic().create_cq(config);
   return cq;
 }
 
 std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
-  auto field = [&](prm::Field f) {
-    return static_cast<std::uint32_t>(prm::get(in, within(prm::qpc::at, f)));
-  };
-  constexpr std::uint32_t reliable = 0, regular = 0, shared = 1, none = 3;
-  if (field(prm::qpc::service_type) != reliable) throw Refused{Status::bad_parameter};
-  const std::uint32_t receive_type = field(prm::qpc::rq_type);
-  if (receive_type != regular && receive_type != shared && receive_type != none) {
+  auto field = [&](prm::Field f) { return static_cast<std::uint32_t>(prm::get(in, f)); };
+  using prm::receive_none, prm::receive_own, prm::receive_shared;
+  if (field(prm::qp_context::transport) != prm::transport_rc) throw Refused{Status::bad_parameter};
+  const std::uint32_t receive_type = field(prm::qp_context::receive_kind);
+  if (receive_type != receive_own && receive_type != receive_shared &&
+      receive_type != receive_none) {
     throw Refused{Status::bad_parameter};
   }
-  Srq* srq = receive_type == shared ? find_srq(field(prm::qpc::srqn)) : nullptr;
-  if (receive_type == shared && srq == nullptr) throw Refused{Status::bad_resource};
-  Cq* send_cq = find_cq(field(prm::qpc::send_cqn));
-  Cq* receive_cq = find_cq(field(prm::qpc::receive_cqn));
-  const bool sends = field(prm::qpc::no_sq) == 0, receives = receive_type == regular;
+  Srq* srq = receive_type == receive_shared ? find_srq(field(prm::qp_context::srqn)) : nullptr;
+  if (receive_type == receive_shared && srq == nullptr) throw Refused{Status::bad_resource};
+  Cq* send_cq = find_cq(field(prm::qp_context::send_cqn));
+  Cq* receive_cq = find_cq(field(prm::qp_context::receive_cqn));
+  const bool sends = field(prm::qp_context::no_send_queue) == 0,
+             receives = receive_type == receive_own;
   if (send_cq == nullptr || ((receives || srq != nullptr) && receive_cq == nullptr)) {
     throw Refused{Status::bad_resource};
   }
   auto qp = std::make_unique<Qp>();
   qp->device = device_;
   softnic::QpConfig config;
-  config.log2_receive_entries = receives ? field(prm::qpc::log_rq_size) : 0;
-  config.log2_receive_stride = field(prm::qpc::log_rq_stride) + 4;
-  config.log2_send_blocks = sends ? field(prm::qpc::log_sq_size) : 0;
+  config.log2_receive_entries = receives ? field(prm::qp_context::log_receive_entries) : 0;
+  config.log2_receive_stride = field(prm::qp_context::log_receive_stride) + 4;
+  config.log2_send_blocks = sends ? field(prm::qp_context::log_send_blocks) : 0;
   if (config.log2_receive_stride > 10) throw Refused{Status::limits_exceeded};
   // The receive queue lies first, the send queue behind it.
   const std::uint64_t receive_bytes =
       receives ? 1ull << (config.log2_receive_entries + config.log2_receive_stride) : 0;
   const std::uint64_t send_bytes =
       sends ? std::uint64_t{mlx5::wqe_block_bytes} << config.log2_send_blocks : 0;
-  std::byte* buffer = umem_pointer(
-      static_cast<std::uint32_t>(prm::get(in, prm::create_qp::umem_id)),
-      prm::get(in, prm::create_qp::umem_offset), receive_bytes + send_bytes, mlx5::wqe_block_bytes);
+  std::byte* buffer = umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::qp_in::umem)),
+                                   prm::get(in, prm::qp_in::umem_offset),
+                                   receive_bytes + send_bytes, mlx5::wqe_block_bytes);
   if (receive_bytes % mlx5::wqe_block_bytes != 0) throw Refused{Status::bad_parameter};
   if (receives) config.receive_ring = buffer;
   config.send_ring = sends ? buffer + receive_bytes : empty_ring(*qp);
-  const std::uint64_t record = prm::get(in, within(prm::qpc::at, prm::qpc::dbr_address));
+  const std::uint64_t record = prm::get(in, prm::qp_context::record_address);
   config.record = reinterpret_cast<mlx5::DoorbellRecord*>(
-      umem_pointer(field(prm::qpc::dbr_umem_id), record, sizeof(mlx5::DoorbellRecord), 8));
-  config.uar = uar(field(prm::qpc::uar_page)).memory;
+      umem_pointer(field(prm::qp_context::record_umem), record, sizeof(mlx5::DoorbellRecord), 8));
+  config.uar = uar(field(prm::qp_context::uar_page)).memory;
   config.send_cqn = send_cq->cqn;
   config.receive_cqn = receive_cq != nullptr ? receive_cq->cqn : 0;
-  config.user_index = field(prm::qpc::user_index);
-  config.initial_producer_index = static_cast<std::uint16_t>(field(prm::qpc::hw_sq_counter));
+  config.user_index = field(prm::qp_context::user_index);
+  config.initial_producer_index =
+      static_cast<std::uint16_t>(field(prm::qp_context::hardware_block));
   config.srqn = srq != nullptr ? srq->srqn : 0;
   qp->qpn = device_->nic().create_qp(config);
   qp->send_cq = send_cq;
@@ -307,22 +306,22 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
 
 // A receive queue that QPs share: a list, or a ring, of WQEs with a link in front.
 std::unique_ptr<Object> Context::devx_create_rmp(const Bytes& in) {
-  auto field = [&](prm::Field f) { return prm::get(in, within(prm::create_rmp::wq, f)); };
+  auto field = [&](prm::Field f) { return prm::get(in, f); };
   constexpr std::uint64_t list = 0, cyclic = 1;
-  const std::uint64_t type = field(prm::create_rmp::type);
+  const std::uint64_t type = field(prm::create_rmp_in::kind);
   if (type != list && type != cyclic) throw Refused{Status::bad_parameter};
   softnic::SrqConfig config;
   config.cyclic = type == cyclic;
-  config.log2_entries = static_cast<std::uint32_t>(field(prm::create_rmp::log_size));
-  config.log2_stride = static_cast<std::uint32_t>(field(prm::create_rmp::log_stride));
+  config.log2_entries = static_cast<std::uint32_t>(field(prm::create_rmp_in::log_entries));
+  config.log2_stride = static_cast<std::uint32_t>(field(prm::create_rmp_in::log_stride));
   if (config.log2_entries > 15 || config.log2_stride < 5 || config.log2_stride > 10) {
     throw Refused{Status::limits_exceeded};
   }
-  config.ring = umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp::umem_id)), 0,
+  config.ring = umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp_in::umem)), 0,
                              1ull << (config.log2_entries + config.log2_stride), 16);
   config.record = reinterpret_cast<const mlx5::Be32*>(
-      umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp::dbr_umem_id)),
-                   field(prm::create_rmp::dbr_address), sizeof(mlx5::Be32), 4));
+      umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp_in::record_umem)),
+                   field(prm::create_rmp_in::record_address), sizeof(mlx5::Be32), 4));
   auto srq = std::make_unique<Srq>();
   srq->device = device_;
   srq->srqn = device_->nic().create_srq(config);
@@ -331,26 +330,27 @@ std::unique_ptr<Object> Context::devx_create_rmp(const Bytes& in) {
 
 // Translation tables over a umem. Indirect keys (KSM, KLM) there are none.
 std::unique_ptr<Object> Context::devx_create_mkey(const Bytes& in, std::uint32_t& number) {
-  auto field = [&](prm::Field f) { return prm::get(in, within(prm::mkc::at_create, f)); };
+  auto field = [&](prm::Field f) { return prm::get(in, f); };
   constexpr std::uint64_t translated = 1;
-  if (field(prm::mkc::access_mode) != translated || field(prm::mkc::access_mode_high) != 0) {
+  if (field(prm::mkey_context::access_mode) != translated ||
+      field(prm::mkey_context::access_mode_high) != 0) {
     throw Refused{Status::bad_parameter};
   }
   std::uint32_t access = 0;
-  if (field(prm::mkc::local_write) != 0) access |= softnic::access::local_write;
-  if (field(prm::mkc::remote_write) != 0) access |= softnic::access::remote_write;
-  if (field(prm::mkc::remote_read) != 0) access |= softnic::access::remote_read;
-  if (field(prm::mkc::atomic) != 0) access |= softnic::access::remote_atomic;
+  if (field(prm::mkey_context::local_write) != 0) access |= softnic::access::local_write;
+  if (field(prm::mkey_context::remote_write) != 0) access |= softnic::access::remote_write;
+  if (field(prm::mkey_context::remote_read) != 0) access |= softnic::access::remote_read;
+  if (field(prm::mkey_context::remote_atomic) != 0) access |= softnic::access::remote_atomic;
   auto mr = std::make_unique<Mr>();
   mr->device = device_;
-  mr->bytes = field(prm::mkc::length);
-  mr->iova = field(prm::mkc::start);
+  mr->bytes = field(prm::mkey_context::length);
+  mr->iova = field(prm::mkey_context::start);
   std::byte* memory =
-      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_mkey::umem_id)),
-                   prm::get(in, prm::create_mkey::umem_offset), mr->bytes, 1);
+      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_mkey_in::umem)),
+                   prm::get(in, prm::create_mkey_in::umem_offset), mr->bytes, 1);
   softnic::RegisterOptions options;
   options.iova = mr->iova;
-  options.variant = static_cast<std::uint8_t>(field(prm::mkc::variant));
+  options.variant = static_cast<std::uint8_t>(field(prm::mkey_context::variant));
   mr->key = device_->nic().register_memory(memory, mr->bytes, access, options).lkey;
   number = mr->key >> 8;
   return mr;
@@ -368,22 +368,19 @@ void Context::modify_object(Call& call) {
   answer(out, call, MLX5_IB_ATTR_DEVX_OBJ_MODIFY_CMD_OUT, [&] {
     if (object == nullptr || object->kind != Kind::qp) unknown_command("change", in);
     Qp& qp = static_cast<Qp&>(*object);
-    if (prm::get(in, prm::number) != qp.qpn) throw Refused{Status::bad_resource};
+    if (prm::get(in, prm::object_number) != qp.qpn) throw Refused{Status::bad_resource};
     devx_modify_qp(qp, in);
   });
 }
 
 void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
   using State = softnic::QpState;
-  auto context = [&](prm::Field f) { return prm::get(in, within(prm::qpc::at, f)); };
-  auto path = [&](prm::Field f) {
-    return prm::get(in, within(prm::qpc::at + prm::qpc::primary_path, f));
-  };
+  auto field = [&](prm::Field f) { return prm::get(in, f); };
   ib_uverbs_modify_qp& known = qp.attributes;
   auto retries = [&] {
-    known.retry_cnt = static_cast<std::uint8_t>(context(prm::qpc::retry_count));
-    known.rnr_retry = static_cast<std::uint8_t>(context(prm::qpc::rnr_retry));
-    known.timeout = static_cast<std::uint8_t>(path(prm::path::ack_timeout));
+    known.retry_cnt = static_cast<std::uint8_t>(field(prm::qp_context::retry_count));
+    known.rnr_retry = static_cast<std::uint8_t>(field(prm::qp_context::rnr_retry));
+    known.timeout = static_cast<std::uint8_t>(field(prm::address_path::ack_timeout));
   };
   softnic::QpAttributes attributes;
   auto fill = [&] {
@@ -400,29 +397,31 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
   };
   switch (opcode_of(in)) {
     case Opcode::rst2init:
-      if (path(prm::path::port) != 1) throw Refused{Status::bad_parameter};
-      if (path(prm::path::pkey_index) >= pkey_entries) throw Refused{Status::bad_parameter};
+      if (field(prm::address_path::port) != 1) throw Refused{Status::bad_parameter};
+      if (field(prm::address_path::pkey_index) >= pkey_entries)
+        throw Refused{Status::bad_parameter};
       known.port_num = 1;
-      known.qp_access_flags =
-          static_cast<std::uint32_t>(context(prm::qpc::rwe) * IB_UVERBS_ACCESS_REMOTE_WRITE |
-                                     context(prm::qpc::rre) * IB_UVERBS_ACCESS_REMOTE_READ |
-                                     context(prm::qpc::rae) * IB_UVERBS_ACCESS_REMOTE_ATOMIC);
+      known.qp_access_flags = static_cast<std::uint32_t>(
+          field(prm::qp_context::remote_write) * IB_UVERBS_ACCESS_REMOTE_WRITE |
+          field(prm::qp_context::remote_read) * IB_UVERBS_ACCESS_REMOTE_READ |
+          field(prm::qp_context::remote_atomic) * IB_UVERBS_ACCESS_REMOTE_ATOMIC);
       return step(State::rst, State::init);
     case Opcode::init2init: return step(State::init, State::init);
     case Opcode::init2rtr: {
-      known.dest_qp_num = static_cast<std::uint32_t>(context(prm::qpc::remote_qpn));
-      known.path_mtu = static_cast<std::uint8_t>(context(prm::qpc::mtu));
-      known.min_rnr_timer = static_cast<std::uint8_t>(context(prm::qpc::min_rnr_nak));
-      known.rq_psn = static_cast<std::uint32_t>(context(prm::qpc::next_receive_psn));
+      known.dest_qp_num = static_cast<std::uint32_t>(field(prm::qp_context::remote_qpn));
+      known.path_mtu = static_cast<std::uint8_t>(field(prm::qp_context::mtu));
+      known.min_rnr_timer = static_cast<std::uint8_t>(field(prm::qp_context::min_rnr_timer));
+      known.rq_psn = static_cast<std::uint32_t>(field(prm::qp_context::next_receive_psn));
       if (known.path_mtu < 1 || known.path_mtu > 5) throw Refused{Status::bad_parameter};
       Gid remote = {};
       for (std::uint32_t i = 0; i < 16; ++i) {
         remote[i] = known.dest.dgid[i] =
-            static_cast<std::uint8_t>(path({prm::path::remote_gid.offset + 8 * i, 8}));
+            static_cast<std::uint8_t>(field({prm::address_path::remote_gid.bit + 8 * i, 8}));
       }
       // On Ethernet there is no other way than by GID.
-      known.dest.is_global = settings().link == Link::ethernet || path(prm::path::grh) != 0 ? 1 : 0;
-      known.dest.dlid = static_cast<std::uint16_t>(path(prm::path::remote_lid));
+      known.dest.is_global =
+          settings().link == Link::ethernet || field(prm::address_path::has_grh) != 0 ? 1 : 0;
+      known.dest.dlid = static_cast<std::uint16_t>(field(prm::address_path::remote_lid));
       known.dest.port_num = 1;
       attributes =
           device_->route(known.dest_qp_num, known.dest.is_global != 0, remote, known.dest.dlid);
@@ -430,7 +429,7 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
     }
     case Opcode::rtr2rts:
       retries();
-      known.sq_psn = static_cast<std::uint32_t>(context(prm::qpc::next_send_psn));
+      known.sq_psn = static_cast<std::uint32_t>(field(prm::qp_context::next_send_psn));
       return step(State::rtr, State::rts);
     case Opcode::rts2rts: return;  // alternate paths and the like: none here
     case Opcode::sqd2rts: return step(State::sqd, State::rts);
@@ -457,37 +456,32 @@ void Context::devx_query(Object& object, const Bytes& in, Bytes& out) {
   const Opcode opcode = opcode_of(in);
   if (opcode == Opcode::query_qp && object.kind == Kind::qp) {
     const Qp& qp = static_cast<const Qp&>(object);
-    if (prm::get(in, prm::number) != qp.qpn) throw Refused{Status::bad_resource};
+    if (prm::get(in, prm::object_number) != qp.qpn) throw Refused{Status::bad_resource};
     const softnic::QpStatus status = device_->nic().query_qp(qp.qpn);
-    auto put = [&](prm::Field f, std::uint64_t value) {
-      prm::set(out, within(prm::qpc::at, f), value);
-    };
-    put(prm::qpc::state, static_cast<std::uint64_t>(status.state));
-    put(prm::qpc::mtu, qp.attributes.path_mtu);
-    put(prm::qpc::remote_qpn, status.remote_qpn);
-    put(prm::qpc::send_cqn, qp.send_cq->cqn);
-    if (qp.receive_cq != nullptr) put(prm::qpc::receive_cqn, qp.receive_cq->cqn);
-    put(prm::qpc::retry_count, qp.attributes.retry_cnt);
-    put(prm::qpc::rnr_retry, qp.attributes.rnr_retry);
-    put(prm::qpc::min_rnr_nak, qp.attributes.min_rnr_timer);
-    put(prm::qpc::next_send_psn, qp.attributes.sq_psn);
-    put(prm::qpc::next_receive_psn, qp.attributes.rq_psn);
-    put(prm::qpc::hw_sq_counter, status.send_consumer_index);
-    put(prm::qpc::sw_sq_counter, status.send_producer_index);
-    put(prm::qpc::hw_rq_counter, status.receive_consumer_index);
+    auto put = [&](prm::Field f, std::uint64_t value) { prm::set(out, f, value); };
+    put(prm::qp_context::state, static_cast<std::uint64_t>(status.state));
+    put(prm::qp_context::mtu, qp.attributes.path_mtu);
+    put(prm::qp_context::remote_qpn, status.remote_qpn);
+    put(prm::qp_context::send_cqn, qp.send_cq->cqn);
+    if (qp.receive_cq != nullptr) put(prm::qp_context::receive_cqn, qp.receive_cq->cqn);
+    put(prm::qp_context::retry_count, qp.attributes.retry_cnt);
+    put(prm::qp_context::rnr_retry, qp.attributes.rnr_retry);
+    put(prm::qp_context::min_rnr_timer, qp.attributes.min_rnr_timer);
+    put(prm::qp_context::next_send_psn, qp.attributes.sq_psn);
+    put(prm::qp_context::next_receive_psn, qp.attributes.rq_psn);
+    put(prm::qp_context::hardware_block, status.send_consumer_index);
+    put(prm::qp_context::software_block, status.send_producer_index);
+    put(prm::qp_context::hardware_receive, status.receive_consumer_index);
     return;
   }
   if (opcode == Opcode::query_cq && object.kind == Kind::cq) {
     const Cq& cq = static_cast<const Cq&>(object);
     const softnic::CqStatus status = device_->nic().query_cq(cq.cqn);
-    auto put = [&](prm::Field f, std::uint64_t value) {
-      prm::set(out, within(prm::cqc::at_query, f), value);
-    };
-    put(prm::cqc::log_size, static_cast<std::uint64_t>(std::countr_zero(cq.entries)));
-    put(prm::cqc::consumer, status.consumer_index);
-    put(prm::cqc::producer, status.producer_index);
-    // The state is the top four bits: 0 good, 9 overrun.
-    put({0, 4}, status.failed ? 9 : 0);
+    auto put = [&](prm::Field f, std::uint64_t value) { prm::set(out, f, value); };
+    put(prm::cq_context::log_size, static_cast<std::uint64_t>(std::countr_zero(cq.entries)));
+    put(prm::cq_context::consumer, status.consumer_index);
+    put(prm::cq_context::producer, status.producer_index);
+    put(prm::cq_context::status, status.failed ? 9 : 0);  // 0 good, 9 overrun
     return;
   }
   unknown_command("answer", in);
@@ -535,7 +529,7 @@ void Context::subscribe_events(Call& call) {
 // ---- Capabilities ----
 
 void Context::devx_capabilities(const Bytes& in, Bytes& out) const {
-  constexpr std::uint32_t at = 8 * prm::output_header_bytes;
+  constexpr std::uint32_t at = 8 * prm::short_bytes;
   auto put = [&](std::uint32_t offset, std::uint32_t width, std::uint64_t value) {
     prm::set(out, {at + offset, width}, value);
   };

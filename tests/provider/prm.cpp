@@ -2,7 +2,7 @@
 // from the offsets of Linux's and UCX's published layouts, not by the code under test.
 #include <gtest/gtest.h>
 
-#include "provider/mlx5/prm.hpp"
+#include "provider/mlx5/commands.hpp"
 
 namespace belfry::prm {
 namespace {

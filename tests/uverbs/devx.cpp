@@ -15,16 +15,15 @@
 
 #include "belfry/mlx5/cqe.hpp"
 #include "belfry/mlx5/doorbell.hpp"
+#include "belfry/mlx5/prm.hpp"
 #include "belfry/mlx5/wqe.hpp"
 #include "belfry/platform.hpp"
-#include "uverbs/prm.hpp"
 
 namespace {
 
 using namespace belfry;
-using uverbs::prm::Field;
-using uverbs::prm::Opcode;
-namespace prm = uverbs::prm;
+using prm::Field;
+using prm::Opcode;
 
 constexpr std::uint32_t log_blocks = 6, log_cqes = 6;
 
@@ -92,13 +91,13 @@ class Side {
              const ibv_gid* gid = nullptr) {
     std::array<std::byte, 0x880 / 8> in = {}, out = {};
     prm::set(in, prm::opcode, static_cast<std::uint64_t>(opcode));
-    prm::set(in, prm::number, qpn);
+    prm::set(in, prm::object_number, qpn);
     for (const auto& [field, value] : fields) {
-      prm::set(in, prm::within(prm::qpc::at, field), value);
+      prm::set(in, field, value);
     }
     if (gid != nullptr) {
       for (std::uint32_t i = 0; i < 16; ++i) {
-        prm::set(in, path({prm::path::remote_gid.offset + 8 * i, 8}), gid->raw[i]);
+        prm::set(in, {prm::address_path::remote_gid.bit + 8 * i, 8}, gid->raw[i]);
       }
     }
     const int error = mlx5dv_devx_obj_modify(qp, in.data(), in.size(), out.data(), out.size());
@@ -107,16 +106,19 @@ class Side {
   }
 
   void connect(const Address& peer) {
-    using namespace prm;
-    const Field port = {qpc::primary_path + path::port.offset, path::port.width};
-    const Field timeout = {qpc::primary_path + path::ack_timeout.offset, path::ack_timeout.width};
-    ASSERT_EQ(modify(Opcode::rst2init, {{port, 1}, {qpc::rwe, 1}, {qpc::rre, 1}, {qpc::rae, 1}}),
+    namespace path = prm::address_path;
+    namespace qpc = prm::qp_context;
+    ASSERT_EQ(modify(Opcode::rst2init, {{path::port, 1},
+                                        {qpc::remote_write, 1},
+                                        {qpc::remote_read, 1},
+                                        {qpc::remote_atomic, 1}}),
               0);
     ASSERT_EQ(
         modify(Opcode::init2rtr,
-               {{qpc::remote_qpn, peer.qpn}, {qpc::mtu, 3}, {qpc::min_rnr_nak, 1}}, &peer.gid),
+               {{qpc::remote_qpn, peer.qpn}, {qpc::mtu, 3}, {qpc::min_rnr_timer, 1}}, &peer.gid),
         0);
-    ASSERT_EQ(modify(Opcode::rtr2rts, {{qpc::retry_count, 7}, {qpc::rnr_retry, 7}, {timeout, 14}}),
+    ASSERT_EQ(modify(Opcode::rtr2rts,
+                     {{qpc::retry_count, 7}, {qpc::rnr_retry, 7}, {path::ack_timeout, 14}}),
               0);
   }
 
@@ -124,9 +126,9 @@ class Side {
     std::array<std::byte, 16> in = {};
     std::array<std::byte, 0x880 / 8> out = {};
     prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::query_qp));
-    prm::set(in, prm::number, qpn);
+    prm::set(in, prm::object_number, qpn);
     EXPECT_EQ(mlx5dv_devx_obj_query(qp, in.data(), in.size(), out.data(), out.size()), 0);
-    return prm::get(out, prm::within(prm::qpc::at, field));
+    return prm::get(out, field);
   }
 
   // A WRITE of `length` bytes from our memory to the same offset of the peer's.
@@ -192,59 +194,52 @@ class Side {
   std::uint64_t offset(const void* pointer) const {
     return static_cast<std::uint64_t>(static_cast<const std::byte*>(pointer) - queues);
   }
-  static Field path(Field field) {
-    return prm::within(prm::qpc::at + prm::qpc::primary_path, field);
-  }
 
   void create_cq() {
     std::array<std::byte, 0x880 / 8> in = {};
     std::array<std::byte, 16> out = {};
-    auto put = [&](Field field, std::uint64_t value) {
-      prm::set(in, prm::within(prm::cqc::at_create, field), value);
-    };
+    auto put = [&](Field field, std::uint64_t value) { prm::set(in, field, value); };
     std::uint32_t eqn = 0;
     ASSERT_EQ(mlx5dv_devx_query_eqn(context, 0, &eqn), 0);
     prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_cq));
-    put(prm::cqc::log_size, log_cqes);
-    put(prm::cqc::uar_page, uar->page_id);
-    put(prm::cqc::eqn, eqn);
-    put(prm::cqc::dbr_umem_valid, 1);
-    put(prm::cqc::dbr_umem_id, umem->umem_id);
-    put(prm::cqc::dbr_address, offset(record_memory() + 64));
-    prm::set(in, prm::create_cq::umem_valid, 1);
-    prm::set(in, prm::create_cq::umem_id, umem->umem_id);
-    prm::set(in, prm::create_cq::umem_offset, offset(cqes()));
+    put(prm::cq_context::log_size, log_cqes);
+    put(prm::cq_context::uar_page, uar->page_id);
+    put(prm::cq_context::event_queue, eqn);
+    put(prm::cq_context::record_umem_valid, 1);
+    put(prm::cq_context::record_umem, umem->umem_id);
+    put(prm::cq_context::record_address, offset(record_memory() + 64));
+    prm::set(in, prm::create_cq_in::umem_valid, 1);
+    prm::set(in, prm::create_cq_in::umem, umem->umem_id);
+    prm::set(in, prm::create_cq_in::umem_offset, offset(cqes()));
     cq = mlx5dv_devx_obj_create(context, in.data(), in.size(), out.data(), out.size());
     ASSERT_NE(cq, nullptr);
-    cqn = static_cast<std::uint32_t>(prm::get(out, prm::number));
+    cqn = static_cast<std::uint32_t>(prm::get(out, prm::object_number));
   }
 
   void create_qp() {
     std::array<std::byte, 0x880 / 8> in = {};
     std::array<std::byte, 16> out = {};
-    auto put = [&](Field field, std::uint64_t value) {
-      prm::set(in, prm::within(prm::qpc::at, field), value);
-    };
+    auto put = [&](Field field, std::uint64_t value) { prm::set(in, field, value); };
     mlx5dv_pd dv_pd = {};
     mlx5dv_obj object = {};
     object.pd.in = pd;
     object.pd.out = &dv_pd;
     ASSERT_EQ(mlx5dv_init_obj(&object, MLX5DV_OBJ_PD), 0);
     prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_qp));
-    put(prm::qpc::pd, dv_pd.pdn);
-    put(prm::qpc::uar_page, uar->page_id);
-    put(prm::qpc::rq_type, 3);
-    put(prm::qpc::log_sq_size, log_blocks);
-    put(prm::qpc::send_cqn, cqn);
-    put(prm::qpc::receive_cqn, cqn);
-    put(prm::qpc::dbr_umem_valid, 1);
-    put(prm::qpc::dbr_umem_id, umem->umem_id);
-    put(prm::qpc::dbr_address, offset(record_memory()));
-    prm::set(in, prm::create_qp::umem_valid, 1);
-    prm::set(in, prm::create_qp::umem_id, umem->umem_id);
+    put(prm::qp_context::protection_domain, dv_pd.pdn);
+    put(prm::qp_context::uar_page, uar->page_id);
+    put(prm::qp_context::receive_kind, 3);
+    put(prm::qp_context::log_send_blocks, log_blocks);
+    put(prm::qp_context::send_cqn, cqn);
+    put(prm::qp_context::receive_cqn, cqn);
+    put(prm::qp_context::record_umem_valid, 1);
+    put(prm::qp_context::record_umem, umem->umem_id);
+    put(prm::qp_context::record_address, offset(record_memory()));
+    prm::set(in, prm::qp_in::umem_valid, 1);
+    prm::set(in, prm::qp_in::umem, umem->umem_id);
     qp = mlx5dv_devx_obj_create(context, in.data(), in.size(), out.data(), out.size());
     ASSERT_NE(qp, nullptr);
-    qpn = static_cast<std::uint32_t>(prm::get(out, prm::number));
+    qpn = static_cast<std::uint32_t>(prm::get(out, prm::object_number));
   }
 };
 
@@ -290,9 +285,9 @@ TEST(Devx, writes_by_hand_arrive_and_complete_in_order) {
     ASSERT_EQ(cqe->opcode_qpn.value() & 0xffffff, a.qpn);
     ASSERT_EQ(std::memcmp(b.memory + at, a.memory + at, 64), 0) << i;
   }
-  EXPECT_EQ(a.query(prm::qpc::state), 3u);
-  EXPECT_EQ(a.query(prm::qpc::remote_qpn), b.qpn);
-  EXPECT_EQ(a.query(prm::qpc::hw_sq_counter), 200u);
+  EXPECT_EQ(a.query(prm::qp_context::state), 3u);
+  EXPECT_EQ(a.query(prm::qp_context::remote_qpn), b.qpn);
+  EXPECT_EQ(a.query(prm::qp_context::hardware_block), 200u);
 }
 
 TEST(Devx, one_ring_announces_many_writes) {
@@ -324,7 +319,7 @@ TEST(Devx, a_wrong_rkey_is_an_error_cqe_and_reset_recovers) {
   cqe = a.poll();
   ASSERT_NE(cqe, nullptr);
   EXPECT_EQ(reinterpret_cast<const std::uint8_t*>(cqe)[mlx5::cqe_syndrome_offset], 0x05);
-  EXPECT_EQ(a.query(prm::qpc::state), 6u);
+  EXPECT_EQ(a.query(prm::qp_context::state), 6u);
   // The peer's QP has ended too. Both start anew.
   ASSERT_EQ(a.modify(Opcode::to_rst, {}), 0);
   ASSERT_EQ(b.modify(Opcode::to_rst, {}), 0);
@@ -345,15 +340,15 @@ TEST(Devx, steps_out_of_order_and_wrong_numbers_are_refused) {
   std::array<std::byte, 0x880 / 8> in = {};
   std::array<std::byte, 16> out = {};
   prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_cq));
-  prm::set(in, prm::create_cq::umem_valid, 1);
-  prm::set(in, prm::create_cq::umem_id, 0xdead);
+  prm::set(in, prm::create_cq_in::umem_valid, 1);
+  prm::set(in, prm::create_cq_in::umem, 0xdead);
   EXPECT_EQ(mlx5dv_devx_obj_create(a.context, in.data(), in.size(), out.data(), out.size()),
             nullptr);
   EXPECT_EQ(prm::get(out, prm::status), 5u);
   // Beyond the end of the umem.
-  prm::set(in, prm::create_cq::umem_id, a.umem->umem_id);
-  prm::set(in, prm::create_cq::umem_offset, Side::bytes - 64);
-  prm::set(in, prm::within(prm::cqc::at_create, prm::cqc::log_size), 4);
+  prm::set(in, prm::create_cq_in::umem, a.umem->umem_id);
+  prm::set(in, prm::create_cq_in::umem_offset, Side::bytes - 64);
+  prm::set(in, prm::cq_context::log_size, 4);
   EXPECT_EQ(mlx5dv_devx_obj_create(a.context, in.data(), in.size(), out.data(), out.size()),
             nullptr);
   EXPECT_EQ(prm::get(out, prm::status), 3u);

@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "belfry/status.hpp"
-#include "provider/mlx5/prm.hpp"
+#include "provider/mlx5/commands.hpp"
 
 namespace belfry::provider {
 

@@ -11,7 +11,7 @@
 
 #include "provider/copied_queue.hpp"
 #include "provider/mlx5/choices.hpp"
-#include "provider/mlx5/prm.hpp"
+#include "provider/mlx5/commands.hpp"
 
 namespace belfry::provider {
 
