@@ -19,7 +19,7 @@
 #include <utility>
 
 #include "provider/blob.hpp"
-#include "provider/library_queue.hpp"
+#include "provider/library_provider.hpp"
 #include "provider/machine.hpp"
 #include "provider/registry.hpp"
 
@@ -617,42 +617,14 @@ bool FabricDevice::take_completions() {
   return any;
 }
 
-class FabricProvider final : public Provider {
+class FabricProvider final : public LibraryProvider<FabricDevice, FabricQueue> {
  public:
-  explicit FabricProvider(const Options& options)
-      : device_(std::make_shared<FabricDevice>(
-            LibraryDevice::Config{"fabric", options.label, options.patience})) {
-    device_->start();
-  }
-  ~FabricProvider() override { device_->stop(); }
+  explicit FabricProvider(const Options& options) : LibraryProvider("fabric", options) {}
 
-  const char* name() const override { return "fabric"; }
-  bool device_queues() const override { return false; }
-  bool tests_connections() const override { return true; }
-  std::string describe() const override { return device_->describe(); }
-  Blob address() const override { return blob_of(device_->address()); }
-
-  Registration register_memory(void* address, std::size_t bytes, const memory::SharedSegment*,
-                               bool) override {
-    return device_->register_memory(address, bytes);
-  }
-  void deregister(std::uint32_t lkey) override { device_->deregister(lkey); }
-  void halt() override {
-    const std::lock_guard guard(device_->lock);
-    device_->close();
-  }
-  std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
-    return std::make_unique<FabricQueue>(device_, config);
-  }
   std::string differing_settings(const Blob& peer) const override {
     const auto theirs = value_of<FabricAddress>(peer, "address of a peer's endpoint");
-    return differing(device_->address().identity, theirs.identity);
+    return differing(device().address().identity, theirs.identity);
   }
-  std::vector<std::string> take_reports() override { return device_->take_reports(); }
-  std::vector<softnic::TraceEvent> take_trace() override { return {}; }
-
- private:
-  std::shared_ptr<FabricDevice> device_;
 };
 
 }  // namespace

@@ -17,7 +17,8 @@
 #include <utility>
 
 #include "provider/blob.hpp"
-#include "provider/library_queue.hpp"
+#include "provider/gid.hpp"
+#include "provider/library_provider.hpp"
 #include "provider/registry.hpp"
 
 namespace belfry::provider {
@@ -71,73 +72,55 @@ struct Settings {
 
 // ---- choosing a device, its port and its GID ----
 
-enum class GidKind : std::uint32_t { infiniband, roce_v1, roce_v2 };
-
-const char* to_string(GidKind kind) {
-  switch (kind) {
-    case GidKind::infiniband: return "InfiniBand";
-    case GidKind::roce_v1: return "RoCE v1";
-    case GidKind::roce_v2: return "RoCE v2";
-  }
-  return "unknown";
-}
-
-// How good a GID is for RoCE: version 2 is routed, and an IPv4 address needs no scope.
-int worth_of(GidKind kind, const ibv_gid& gid) {
-  if (std::all_of(std::begin(gid.raw), std::end(gid.raw), [](auto b) { return b == 0; })) return -1;
-  if (kind == GidKind::infiniband) return 10;
-  constexpr std::array<std::uint8_t, 12> mapped{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-  const bool ipv4 = std::equal(mapped.begin(), mapped.end(), gid.raw);
-  const bool link_local = gid.raw[0] == 0xfe && (gid.raw[1] & 0xc0) == 0x80;
-  return (kind == GidKind::roce_v2 ? 4 : 0) + (ipv4 ? 2 : link_local ? 0 : 1);
-}
-
 struct Port {
   std::string device;
   std::uint8_t number = 1;
   ibv_port_attr attributes{};
   int gid_index = -1;
   ibv_gid gid{};
-  GidKind kind = GidKind::infiniband;
+  GidType kind = GidType::infiniband;
   std::string lacking;  // why it cannot be used
 
   std::string name() const { return fmt::format("{}:{}", device, number); }
 };
 
-GidKind kind_of(const Port& port, int index) {
-  if (port.attributes.link_layer != IBV_LINK_LAYER_ETHERNET) return GidKind::infiniband;
+GidType kind_of(const Port& port, int index) {
+  if (port.attributes.link_layer != IBV_LINK_LAYER_ETHERNET) return GidType::infiniband;
   std::string type;
   std::getline(std::ifstream(fmt::format("/sys/class/infiniband/{}/ports/{}/gid_attrs/types/{}",
                                          port.device, port.number, index)),
                type);
-  return type.starts_with("RoCE v2") ? GidKind::roce_v2 : GidKind::roce_v1;
+  return type.starts_with("RoCE v2") ? GidType::roce_v2 : GidType::roce_v1;
 }
 
 void choose_gid(ibv_context* context, Port& port) {
   const unsigned wanted = setting("BELFRY_VERBS_GID_INDEX", ~0u, 0xffff);
-  int best = -1;
+  int best = 0;
   for (int i = 0; i < port.attributes.gid_tbl_len; ++i) {
     if (wanted != ~0u && static_cast<int>(wanted) != i) continue;
     ibv_gid gid{};
     ibv_gid_entry entry{};
-    GidKind kind = GidKind::infiniband;
+    GidType kind = GidType::infiniband;
     if (ibv_query_gid_ex(context, port.number, static_cast<std::uint32_t>(i), &entry, 0) == 0) {
       gid = entry.gid;
-      kind = entry.gid_type == IBV_GID_TYPE_ROCE_V2   ? GidKind::roce_v2
-             : entry.gid_type == IBV_GID_TYPE_ROCE_V1 ? GidKind::roce_v1
-                                                      : GidKind::infiniband;
+      kind = entry.gid_type == IBV_GID_TYPE_ROCE_V2   ? GidType::roce_v2
+             : entry.gid_type == IBV_GID_TYPE_ROCE_V1 ? GidType::roce_v1
+                                                      : GidType::infiniband;
     } else if (ibv_query_gid(context, port.number, i, &gid) == 0) {
       kind = kind_of(port, i);
     } else {
       continue;
     }
-    const int worth = worth_of(kind, gid);
-    if (worth <= best) continue;
-    best = worth;
+    GidBytes bytes{};
+    std::copy(std::begin(gid.raw), std::end(gid.raw), bytes.begin());
+    if (bytes == GidBytes{}) continue;
+    const int rank = kind == GidType::infiniband ? -1 : roce_rank(kind, bytes);
+    if (port.gid_index >= 0 && rank >= best) continue;
+    best = rank;
     port.gid_index = i;
     port.gid = gid;
     port.kind = kind;
-    if (kind == GidKind::infiniband && wanted == ~0u) break;  // the first is the port's own
+    if (kind == GidType::infiniband && wanted == ~0u) break;  // the first is the port's own
   }
   if (port.gid_index < 0) {
     port.lacking = fmt::format(
@@ -220,15 +203,15 @@ Found find_port() {
 // ---- what ranks tell each other ----
 
 struct VerbsIdentity {
-  GidKind kind = GidKind::infiniband;
-  std::uint32_t reserved = 0;
+  GidType kind = GidType::infiniband;
+  std::uint8_t reserved[7] = {};
   std::uint64_t subnet = 0;  // InfiniBand; else 0
 };
 
 VerbsIdentity identity_of(const Port& port) {
   VerbsIdentity identity;
   identity.kind = port.kind;
-  if (port.kind == GidKind::infiniband) identity.subnet = port.gid.global.subnet_prefix;
+  if (port.kind == GidType::infiniband) identity.subnet = port.gid.global.subnet_prefix;
   return identity;
 }
 
@@ -527,7 +510,7 @@ void VerbsQueue::connect(std::span<const std::byte> remote_device,
   a.ah_attr.port_num = port.number;
   a.ah_attr.sl = static_cast<std::uint8_t>(s.service_level);
   a.ah_attr.dlid = peer.lid;
-  if (port.kind != GidKind::infiniband || (port.attributes.flags & IBV_QPF_GRH_REQUIRED) != 0) {
+  if (port.kind != GidType::infiniband || (port.attributes.flags & IBV_QPF_GRH_REQUIRED) != 0) {
     a.ah_attr.is_global = 1;
     a.ah_attr.grh.dgid = peer.gid;
     a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(port.gid_index);
@@ -741,37 +724,12 @@ void VerbsDevice::close() {
   }
 }
 
-class VerbsProvider final : public Provider {
+class VerbsProvider final : public LibraryProvider<VerbsDevice, VerbsQueue> {
  public:
-  explicit VerbsProvider(const Options& options)
-      : device_(std::make_shared<VerbsDevice>(
-            LibraryDevice::Config{"verbs", options.label, options.patience})) {
-    device_->start();
-  }
-  ~VerbsProvider() override { device_->stop(); }
+  explicit VerbsProvider(const Options& options) : LibraryProvider("verbs", options) {}
 
-  const char* name() const override { return "verbs"; }
-  bool device_queues() const override { return false; }
-  bool tests_connections() const override { return true; }
-  std::string describe() const override { return device_->describe(); }
-  Blob address() const override { return blob_of(device_->address()); }
-
-  // Without relaxed ordering, whether or not signals ride it: nothing was measured that asks for
-  // it.
-  Registration register_memory(void* address, std::size_t bytes, const memory::SharedSegment*,
-                               bool) override {
-    return device_->register_memory(address, bytes);
-  }
-  void deregister(std::uint32_t lkey) override { device_->deregister(lkey); }
-  void halt() override {
-    const std::lock_guard guard(device_->lock);
-    device_->close();
-  }
-  std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
-    return std::make_unique<VerbsQueue>(device_, config);
-  }
   std::string differing_settings(const Blob& peer) const override {
-    const VerbsAddress mine = device_->address();
+    const VerbsAddress mine = device().address();
     const auto theirs = value_of<VerbsAddress>(peer, "address of a peer's RDMA device");
     std::string text = differing(mine.identity, theirs.identity);
     const auto add = [&](const char* name, unsigned a, unsigned b, const char* how) {
@@ -784,11 +742,6 @@ class VerbsProvider final : public Provider {
     add("traffic class", mine.traffic_class, theirs.traffic_class, "BELFRY_VERBS_TRAFFIC_CLASS");
     return text;
   }
-  std::vector<std::string> take_reports() override { return device_->take_reports(); }
-  std::vector<softnic::TraceEvent> take_trace() override { return {}; }
-
- private:
-  std::shared_ptr<VerbsDevice> device_;
 };
 
 }  // namespace
@@ -799,7 +752,7 @@ std::string probe_verbs() { return verbs::find_port().lacking; }
 std::string describe_verbs() {
   const verbs::Found found = verbs::find_port();
   if (!found.lacking.empty()) return {};
-  return fmt::format("{}, {}", found.port.name(), verbs::to_string(found.port.kind));
+  return fmt::format("{}, {}", found.port.name(), to_string(found.port.kind));
 }
 
 Blob identify_verbs() { return blob_of(verbs::identity_of(verbs::find_port().port)); }

@@ -9,15 +9,6 @@
 
 namespace belfry::provider {
 
-const char* to_string(GidType type) {
-  switch (type) {
-    case GidType::infiniband: return "InfiniBand";
-    case GidType::roce_v1: return "RoCE v1";
-    case GidType::roce_v2: return "RoCE v2";
-  }
-  return "unknown";
-}
-
 std::string gid_text(const GidBytes& gid) {
   std::string text;
   for (std::size_t i = 0; i < gid.size(); i += 2) {
@@ -133,18 +124,6 @@ PortChoice choose_port(std::span<const NicFacts> nics, const LinkSettings& setti
 
 namespace {
 
-bool is_ipv4(const GidBytes& gid) {
-  const GidBytes mapped{0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xff, 0xff};
-  return std::equal(gid.begin(), gid.begin() + 12, mapped.begin());
-}
-bool is_link_local(const GidBytes& gid) { return gid[0] == 0xfe && (gid[1] & 0xc0) == 0x80; }
-
-// Smaller is better.
-int rank_of(const Gid& gid) {
-  const int kind = is_ipv4(gid.bytes) ? 0 : is_link_local(gid.bytes) ? 2 : 1;
-  return (gid.type == GidType::roce_v2 ? 0 : 3) + kind;
-}
-
 std::string gid_list(const Port& port) {
   std::string text;
   for (const Gid& gid : port.gids) {
@@ -175,7 +154,8 @@ Gid choose_gid(const Port& port, const LinkSettings& settings, std::string& reas
   const auto best =
       std::min_element(port.gids.begin(), port.gids.end(), [&](const Gid& a, const Gid& b) {
         if (port.layer == LinkLayer::infiniband) return a.index < b.index;
-        return std::pair(rank_of(a), a.index) < std::pair(rank_of(b), b.index);
+        return std::pair(roce_rank(a.type, a.bytes), a.index) <
+               std::pair(roce_rank(b.type, b.bytes), b.index);
       });
   reason = port.layer == LinkLayer::infiniband ? "the port's own"
            : is_ipv4(best->bytes)              ? "the first of IPv4"

@@ -11,15 +11,12 @@
 #include <vector>
 
 #include "belfry/status.hpp"
+#include "provider/gid.hpp"
 #include "provider/mlx5/commands.hpp"
 
 namespace belfry::provider {
 
 enum class LinkLayer : std::uint8_t { infiniband, ethernet };
-enum class GidType : std::uint8_t { infiniband, roce_v1, roce_v2 };
-const char* to_string(GidType type);
-
-using GidBytes = std::array<std::uint8_t, 16>;
 std::string gid_text(const GidBytes& gid);
 
 struct Gid {
