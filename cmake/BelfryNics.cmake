@@ -1,7 +1,7 @@
 # The libraries of NICs, each optional: without one its provider is left out, and says so.
 # BELFRY_FABRIC and BELFRY_VERBS: ON (missing is an error), OFF, or AUTO.
 set(BELFRY_FABRIC "AUTO" CACHE STRING "ON, OFF or AUTO: provider fabric, where libfabric is found")
-set(BELFRY_VERBS "AUTO" CACHE STRING "ON, OFF or AUTO: provider verbs, where libibverbs is found")
+set(BELFRY_VERBS "AUTO" CACHE STRING "ON, OFF or AUTO: providers verbs and mlx5, where rdma-core is found")
 
 # belfry_nic_library(OPTION library header package): sets OPTION_ENABLED.
 function(belfry_nic_library option library header package)
@@ -33,3 +33,14 @@ endfunction()
 
 belfry_nic_library(BELFRY_FABRIC fabric rdma/fabric.h libfabric-dev)
 belfry_nic_library(BELFRY_VERBS ibverbs infiniband/verbs.h libibverbs-dev)
+
+# libmlx5, of the same package: provider mlx5. Its header alone is what SoftNIC's front end needs.
+find_path(BELFRY_MLX5DV_INCLUDE infiniband/mlx5dv.h)
+find_library(BELFRY_MLX5_LIBRARY mlx5)
+set(BELFRY_MLX5_ENABLED OFF)
+if(BELFRY_VERBS_ENABLED AND BELFRY_MLX5DV_INCLUDE AND BELFRY_MLX5_LIBRARY)
+  set(BELFRY_MLX5_ENABLED ON)
+else()
+  message(STATUS "provider mlx5 will refuse: BELFRY_VERBS is OFF, or libmlx5 or infiniband/mlx5dv.h "
+                 "was not found (Debian: libibverbs-dev)")
+endif()
