@@ -81,5 +81,31 @@ TEST(Links, refuse_what_is_not_there) {
   }
 }
 
+__global__ void post_until_refused(DeviceComm comm, std::uint32_t window, Status* status) {
+  const Net net(comm, 0);
+  Link link(net, 0, window, window, sole_poster{});
+  for (int i = 0; i < 20 && *status == Status::ok; ++i) {
+    *status = link.put(this_thread, 64, 0, 8).status;
+  }
+}
+
+// Behind a link that hangs the queue fills up, and the wait for room ends.
+TEST(Links, of_a_sole_poster_wait_for_room_until_the_deadline) {
+  World w;
+  w.ranks = 1;
+  w.options.path = Path::direct;
+  w.options.queue_depth = 8;
+  w.options.softnic.stall_at = 1;
+  w.options.timeout = std::chrono::milliseconds(200);
+  Status status = Status::ok;
+  run_world(w, [&](Comm& comm) {
+    const Window window = comm.window(4096);
+    launch({.name = "post_until_refused"}, post_until_refused, comm.device_comm(), window.id(),
+           &status)
+        .wait();
+  });
+  EXPECT_EQ(status, Status::timed_out);
+}
+
 }  // namespace
 }  // namespace belfry::conformance
