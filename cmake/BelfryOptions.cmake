@@ -10,6 +10,11 @@ if(CCACHE AND PROJECT_IS_TOP_LEVEL)
     CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${CCACHE})
 endif()
 
+if(NOT BELFRY_SANITIZE STREQUAL "")
+  # Checked code is long: device calls are compiled once, not in each place.
+  add_compile_definitions(BELFRY_OUTLINE_CALLS)
+endif()
+
 # Sanitizers concern every object of the build, so they are set for the whole tree and not
 # handed on to consumers of the installed library.
 if(BELFRY_SANITIZE STREQUAL "address")
@@ -25,12 +30,11 @@ endif()
 if(BELFRY_FUZZ)
   if(NOT CMAKE_CXX_COMPILER_ID MATCHES Clang)
     message(FATAL_ERROR "BELFRY_FUZZ is ON and the compiler is ${CMAKE_CXX_COMPILER_ID}; libFuzzer "
-                        "comes with clang: use --preset fuzz, or CMAKE_CXX_COMPILER=clang++-14")
+                        "comes with clang: use --preset asan, or CMAKE_CXX_COMPILER=clang++-14")
   endif()
-  # The library's own branches guide the fuzzer; each program links the driver itself.
-  add_compile_options(-fsanitize=fuzzer-no-link)
 endif()
 
+# belfry_compile_options(target): warnings, and what the whole build asks of each of its objects.
 function(belfry_compile_options target)
   target_compile_options(${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -Wshadow -Wconversion -Wno-sign-conversion>)
@@ -73,22 +77,48 @@ function(belfry_unity target)
   endif()
 endfunction()
 
-# belfry_test(name [SLOW] [SERIAL] [SEEDED] [NO_ASAN] [NO_TSAN] [TIMEOUT seconds] sources...)
+# belfry_optimise(target): for builds with a sanitizer, where only what the tests run most is
+# optimised: the code of a sanitizer's checks is long, and optimising all of it takes minutes.
+function(belfry_optimise target)
+  if(NOT BELFRY_SANITIZE STREQUAL "")
+    target_compile_options(${target} PRIVATE -O1)
+  endif()
+  if(BELFRY_FUZZ)
+    # The library's own branches guide the fuzzer; each program links the driver itself.
+    target_compile_options(${target} PRIVATE -fsanitize=fuzzer-no-link)
+  endif()
+endfunction()
+
+# belfry_test_options(target): what every program and library of tests/ has in common. Tests call
+# the device API in very many places: there its calls are functions and little is optimised, or
+# compiling would take longer than running. The library under test is built as it is for users.
+function(belfry_test_options target)
+  target_include_directories(${target} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
+  target_link_libraries(${target} PRIVATE belfry fmt::fmt)
+  belfry_compile_options(${target})
+  if(BELFRY_SANITIZE STREQUAL "")
+    target_compile_definitions(${target} PRIVATE BELFRY_OUTLINE_CALLS)
+    target_compile_options(${target} PRIVATE -O1)
+  endif()
+endfunction()
+
+# belfry_test(name [SLOW] [SERIAL] [SEEDED] [NO_ASAN] [NO_TSAN] [TIMEOUT seconds] [SECONDS seconds]
+#             sources...)
 # A GoogleTest program that may include the private headers of src/. One CTest entry a program.
 #   SLOW     labelled `slow`, so that a quick run can leave it out (ctest -LE slow)
 #   SERIAL   runs alone: it measures time, or needs every core
 #   SEEDED   labelled `seeded`: `./dev soak` runs it again and again with BELFRY_FIRST_SEED and
 #            BELFRY_SEEDS (how many) in its environment
 #   NO_ASAN, NO_TSAN   labelled so, and left out of that sanitizer's run
+#   TIMEOUT  300 where it is not given
+#   SECONDS  how long it runs, about, so that CTest starts the long ones first
 function(belfry_test name)
-  cmake_parse_arguments(arg "SLOW;SERIAL;SEEDED;NO_ASAN;NO_TSAN" "TIMEOUT" "" ${ARGN})
+  cmake_parse_arguments(arg "SLOW;SERIAL;SEEDED;NO_ASAN;NO_TSAN" "TIMEOUT;SECONDS" "" ${ARGN})
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
-  target_include_directories(${name} PRIVATE ${PROJECT_SOURCE_DIR}/src ${PROJECT_SOURCE_DIR}/tests)
-  target_link_libraries(${name} PRIVATE belfry GTest::gtest GTest::gtest_main fmt::fmt nlohmann_json::nlohmann_json)
-  if(TARGET belfry_test_pch AND NOT name STREQUAL belfry_test_pch)
-    target_precompile_headers(${name} REUSE_FROM belfry_test_pch)
-  endif()
-  belfry_compile_options(${name})
+  target_link_libraries(${name} PRIVATE GTest::gtest GTest::gtest_main nlohmann_json::nlohmann_json)
+  target_precompile_headers(${name} REUSE_FROM belfry_test_pch)
+  belfry_test_options(${name})
+  set_target_properties(${name} PROPERTIES UNITY_BUILD ON UNITY_BUILD_BATCH_SIZE 4)
   add_test(NAME ${name} COMMAND ${name})
   if(NOT arg_TIMEOUT)
     set(arg_TIMEOUT 300)
@@ -101,7 +131,11 @@ function(belfry_test name)
       list(APPEND labels ${label})
     endif()
   endforeach()
-  set_tests_properties(${name} PROPERTIES TIMEOUT ${arg_TIMEOUT} LABELS "${labels}")
+  if(NOT arg_SECONDS)
+    set(arg_SECONDS 0)
+  endif()
+  set_tests_properties(${name} PROPERTIES
+    TIMEOUT ${arg_TIMEOUT} COST ${arg_SECONDS} LABELS "${labels}")
   if(arg_SERIAL)
     set_tests_properties(${name} PROPERTIES RUN_SERIAL ON)
   endif()

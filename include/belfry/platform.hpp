@@ -10,6 +10,8 @@
 
 #include "belfry/simt.hpp"
 
+// BELFRY_CALL: device calls are inlined: fast, and slow to compile. A program that makes very many
+// may do without: BELFRY_OUTLINE_CALLS.
 #if defined(__CUDACC__)
 #include <cuda/atomic>
 #define BELFRY_CUDA 1
@@ -20,8 +22,6 @@
 #define BELFRY_UNROLL _Pragma("unroll")
 // What hardly ever runs stays out of the way of what does: code that is not called is not fetched.
 #define BELFRY_COLD inline __noinline__
-// Device calls are inlined: fast, and slow to compile. A program that makes very many may do
-// without.
 #if defined(BELFRY_OUTLINE_CALLS)
 #define BELFRY_CALL __noinline__
 #define BELFRY_MAY_OUTLINE __noinline__
@@ -30,7 +30,11 @@
 #define BELFRY_MAY_OUTLINE
 #endif
 #else
+#if defined(BELFRY_OUTLINE_CALLS)
+#define BELFRY_CALL inline
+#else
 #define BELFRY_CALL BELFRY_INLINE
+#endif
 #define BELFRY_MAY_OUTLINE
 #define BELFRY_COLD inline __attribute__((noinline, cold))
 #define BELFRY_UNROLL

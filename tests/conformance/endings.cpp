@@ -13,7 +13,7 @@
 namespace belfry::conformance {
 namespace {
 
-constexpr int waits = 9;
+constexpr int kinds_of_wait = 9;
 const char* wait_name(int which) {
   const char* names[] = {"wait_signal", "wait_counter", "wait_packet", "barrier", "wait",
                          "flush",       "quiet",        "fetch_add",   "reserve"};
@@ -356,7 +356,7 @@ TEST_P(Endings, what_is_empty_or_just_inside_is_no_error) {
 __global__ void every_call(DeviceComm comm, std::uint32_t window, int* not_failed) {
   const Net net(comm, 0);
   auto failed = [&](Status status) { *not_failed += status != Status::failed ? 1 : 0; };
-  for (int which = 0; which < waits; ++which) failed(wait_for(net, window, which, 0));
+  for (int which = 0; which < kinds_of_wait; ++which) failed(wait_for(net, window, which, 0));
   failed(net.put_packet(this_thread, 0, {window, 0}, {window, 0}, 8, 1).status);
   failed(net.signal(this_thread, 0, signal_inc{0}).status);
   failed(Barrier(net, TeamKind::rail, 0).arrive_and_wait(this_thread));

@@ -462,12 +462,12 @@ TEST_P(Stalls, an_abort_by_another_rank_or_thread_ends_every_wait_behind_a_hung_
     for (const Call& call : calls_of(path())) {
       World w = world();
       w.options.timeout = w.options.startup_timeout;
-      std::atomic<bool> waits{false};
+      std::atomic<bool> waiting{false};
       const auto body = [&](Comm& comm) {
         const Window window = comm.window(4096);
         meet(comm);
         if (comm.rank() == 1) {
-          while (!waits) simt::yield();
+          while (!waiting) simt::yield();
           if (aborter == Aborter::peer) {
             for (int i = 0; i < 200; ++i) simt::yield();
             comm.abort("the test says so");
@@ -480,13 +480,13 @@ TEST_P(Stalls, an_abort_by_another_rank_or_thread_ends_every_wait_behind_a_hung_
         std::thread outside;
         if (aborter == Aborter::thread) {
           outside = std::thread([&] {
-            while (!waits) std::this_thread::yield();
+            while (!waiting) std::this_thread::yield();
             // Most likely rank 0 waits by now; if not, it will find the same.
             std::this_thread::sleep_for(std::chrono::milliseconds(2));
             comm.abort("the test says so");
           });
         }
-        waits = true;
+        waiting = true;
         const auto attempts = call.run(comm, window);
         if (outside.joinable()) outside.join();
         for (const Attempt& found : attempts) {
@@ -499,7 +499,7 @@ TEST_P(Stalls, an_abort_by_another_rank_or_thread_ends_every_wait_behind_a_hung_
         EXPECT_FALSE(comm.error().has_value());
       };
       for (w.seed = 1; w.seed <= seeds(); ++w.seed) {
-        waits = false;
+        waiting = false;
         EXPECT_EQ(run_world(w, body), "") << call.name << " seed " << w.seed;
       }
     }

@@ -68,7 +68,7 @@ struct Shared {
   WaitScope scope, brief;
 };
 
-std::vector<std::uint64_t> starts(std::uint32_t log2) {
+std::vector<std::uint64_t> first_indices(std::uint32_t log2) {
   const std::uint64_t depth = 1ull << log2;
   return {
       0,     depth - 1,    depth, 2 * depth - 1, 0xfffd, 0xffff'fffdull, 0xffff'ffff'ffff'fffdull,
@@ -188,7 +188,7 @@ TEST(CommandFields, a_pitch_and_a_value_share_a_word_and_never_a_command) {
 
 TEST(CommandRing, the_laps_parity_alternates_over_every_wrap) {
   for (std::uint32_t log2 = 0; log2 <= 20; ++log2) {
-    for (const std::uint64_t first : starts(log2)) {
+    for (const std::uint64_t first : first_indices(log2)) {
       EXPECT_NE(queue::lap_parity(first, log2), queue::lap_parity(first + (1ull << log2), log2));
     }
   }
@@ -197,7 +197,7 @@ TEST(CommandRing, the_laps_parity_alternates_over_every_wrap) {
 // F7.
 TEST(CommandRing, a_command_of_zeros_is_a_command) {
   for (std::uint32_t log2 : {0u, 1u, 3u}) {
-    for (const std::uint64_t first : starts(log2)) {
+    for (const std::uint64_t first : first_indices(log2)) {
       Shared s(log2, first);
       Command seen;
       EXPECT_FALSE(s.consumer.peek(seen));
@@ -214,7 +214,7 @@ TEST(CommandRing, a_command_of_zeros_is_a_command) {
 }
 
 TEST(CommandRing, a_command_is_seen_only_when_all_four_words_are_there) {
-  for (const std::uint64_t first : starts(1)) {
+  for (const std::uint64_t first : first_indices(1)) {
     Shared s(1, first);
     std::uint64_t at = 0;
     ASSERT_EQ(queue::reserve(s.ring, 1, s.scope, at), Status::ok);
@@ -250,7 +250,7 @@ TEST(CommandRing, slots_published_out_of_order_are_consumed_in_order) {
 
 TEST(CommandRing, a_full_ring_is_back_pressure_not_a_loss) {
   for (std::uint32_t log2 : {0u, 1u, 2u}) {
-    for (const std::uint64_t first : starts(log2)) {
+    for (const std::uint64_t first : first_indices(log2)) {
       Shared s(log2, first);
       for (std::uint64_t i = 0; i < s.ring.depth; ++i) {
         ASSERT_EQ(push(s, numbered(i), s.scope), Status::ok);
@@ -316,7 +316,7 @@ TEST(CommandRing, many_producers_and_one_consumer_lose_nothing_and_keep_each_one
   for_each_interleaving(1000, [](std::uint64_t seed) {
     std::mt19937_64 random(seed);
     const auto log2 = static_cast<std::uint32_t>(random() % 5);
-    const auto all = starts(log2);
+    const auto all = first_indices(log2);
     Shared s(log2, all[random() % all.size()]);
     const std::uint64_t begin = s.ring.head;
     constexpr int producers = 16;
@@ -369,7 +369,7 @@ TEST(CommandRing, many_producers_and_one_consumer_lose_nothing_and_keep_each_one
 }
 
 TEST(CommandRing, room_is_announced_at_every_eighth_of_the_ring_and_when_it_is_empty) {
-  for (const std::uint64_t first : starts(5)) {
+  for (const std::uint64_t first : first_indices(5)) {
     Shared s(5, first);
     for (std::uint64_t i = 0; i < 32; ++i) ASSERT_EQ(push(s, numbered(i), s.scope), Status::ok);
     Command seen;

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "belfry/simt.hpp"
+#include "sanitizer.hpp"
 
 namespace belfry::test {
 
@@ -40,7 +41,7 @@ inline void for_each_interleaving(std::uint64_t seeds,
     scenario(first);
     if (testing::Test::HasFailure()) break;
   }
-#if !defined(__SANITIZE_THREAD__)
+  if (test::thread_sanitizer) seeds = 0;
   for (std::uint64_t seed = first; seed < first + seeds && !testing::Test::HasFailure(); ++seed) {
     SCOPED_TRACE(replay(seed));
     simt::Options options = before;
@@ -49,9 +50,6 @@ inline void for_each_interleaving(std::uint64_t seeds,
     simt::configure(options);
     scenario(seed);
   }
-#else
-  (void)seeds;
-#endif
   simt::configure(before);
 }
 

@@ -2,6 +2,7 @@
 #include <vector>
 
 #include "modes.hpp"
+#include "sanitizer.hpp"
 
 namespace belfry {
 namespace {
@@ -184,9 +185,7 @@ __global__ void atomics(Words* words) {
 }
 
 TEST_P(Warps, atomics_of_many_threads_lose_nothing) {
-#if defined(__SANITIZE_THREAD__)
-  GTEST_SKIP() << "the lock's fences are invisible to ThreadSanitizer";
-#endif
+  if (test::thread_sanitizer) GTEST_SKIP() << "the lock's fences are invisible to ThreadSanitizer";
   Words words;
   launch({.grid = 8, .block = 64}, atomics, &words).wait();
   EXPECT_EQ(words.i, 512);
