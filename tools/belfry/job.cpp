@@ -12,6 +12,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <filesystem>
 #include <fstream>
 #include <thread>
 
@@ -32,14 +33,17 @@ std::optional<int> seat() {
   return std::nullopt;
 }
 
+std::string this_program() {
+  std::error_code error;
+  const auto path = std::filesystem::read_symlink("/proc/self/exe", error);
+  return error ? "/proc/self/exe" : path.string();
+}
+
 int start_ranks(int ranks, const std::vector<std::string>& argv) {
   LaunchOptions options;
   options.ranks = ranks;
   options.argv = argv;
-  options.argv.front() = "/proc/self/exe";
-  std::vector<char> path(4096);
-  const ssize_t n = ::readlink("/proc/self/exe", path.data(), path.size());
-  if (n > 0) options.argv.front() = std::string(path.data(), static_cast<std::size_t>(n));
+  options.argv.front() = this_program();
   return run_ranks_as_processes(options);
 }
 
@@ -117,12 +121,20 @@ nlohmann::json machine() {
           {"gpu", "none: kernels run on the host executor"}};
 }
 
-std::string machine_line() {
-  const nlohmann::json m = machine();
-  return fmt::format("{}, {} cores, {}; {}", m["processor"].get<std::string>(),
-                     m["cores"].get<unsigned>(), m["kernel"].get<std::string>(),
-                     m["gpu"].get<std::string>());
+nlohmann::json machine_with(const std::string& gpus) {
+  nlohmann::json m = machine();
+  m.erase("executor");
+  m["gpu"] = gpus;
+  return m;
 }
+
+std::string host_line() {
+  const nlohmann::json m = machine();
+  return fmt::format("{}, {} cores, {}", m["processor"].get<std::string>(),
+                     m["cores"].get<unsigned>(), m["kernel"].get<std::string>());
+}
+
+std::string machine_line() { return host_line() + "; " + machine()["gpu"].get<std::string>(); }
 
 namespace {
 
@@ -175,6 +187,19 @@ void write_json(const std::string& file, const nlohmann::json& json) {
     if (part != file) ::unlink(part.c_str());
     cannot_write(file, error);
   }
+}
+
+TemporaryFolder::TemporaryFolder(const std::string& name)
+    : path_((std::filesystem::temp_directory_path() / (name + "-XXXXXX")).string()) {
+  if (::mkdtemp(path_.data()) == nullptr) {
+    throw Error(path_, std::strerror(errno), "a folder of its own",
+                "set TMPDIR to one that exists");
+  }
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
 }
 
 void require_ranks(const Bootstrap& bootstrap, int ranks) {

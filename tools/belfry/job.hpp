@@ -19,6 +19,9 @@ namespace belfry::tool {
 // The rank that this process has been given in a job (by `belfry run`, torchrun, ...), if any.
 std::optional<int> seat();
 
+// Where this very program is.
+std::string this_program();
+
 // Starts `ranks` copies of this very command line as the ranks of a job; returns the exit code.
 int start_ranks(int ranks, const std::vector<std::string>& argv);
 
@@ -48,12 +51,27 @@ Quantiles quantiles(std::vector<double> values);
 
 // Machine, cores, date: what a figure must be read with.
 nlohmann::json machine();
+nlohmann::json machine_with(const std::string& gpus);  // kernels ran on those
 std::string machine_line();
+std::string host_line();  // without its GPU
 
 // Throws belfry::Error when the file cannot be written; before the work, so that nobody measures
 // for nothing. write_json() replaces the file at once or not at all.
 void check_writable(const std::string& file);
 void write_json(const std::string& file, const nlohmann::json& json);
+
+// A folder of its own, that goes with all that is in it. Throws belfry::Error.
+class TemporaryFolder {
+ public:
+  explicit TemporaryFolder(const std::string& name);
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
 
 // Throws belfry::Error when a launcher started another number of ranks than is to be measured.
 void require_ranks(const Bootstrap& bootstrap, int ranks);

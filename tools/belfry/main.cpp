@@ -61,6 +61,28 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
       ->check(CLI::IsMember({"auto", "on", "off"}));
 }
 
+void add_compare_options(CLI::App* command, belfry::tool::CompareOptions& o) {
+  command->add_option("--peers", o.peers, "Peers to run, with commas: nvshmem, nccl; or none.")
+      ->capture_default_str()
+      ->delimiter(',');
+  command->add_option("--nvshmem", o.nvshmem,
+                      "bench/peers' nvshmem_peer; by default the one that was built with this.");
+  command->add_option("--nccl", o.nccl, "bench/peers' nccl_peer; likewise.");
+  command->add_option("--belfry", o.belfry, "The belfry that measures ours; this one by default.");
+  command->add_option("--rounds", o.rounds, "Rounds; each runs every program once.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000));
+  command->add_option("--deadline", o.deadline_s, "Seconds that one run of a program may take.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 86400));
+  command->add_option("--iterations", o.iterations,
+                      "Iterations per latency; chosen by size when left out.");
+  command->add_option("--json", o.json, "Also write the figures to this file.");
+  command->footer(
+      "A program that fails, hangs or writes no figures is named with what it said last and left "
+      "out\nfrom then on; the exit code is then 1. A bar that was not met is no failure.");
+}
+
 void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
   auto& s = o.settings;
   auto& f = s.faults;
@@ -194,7 +216,7 @@ int main(int argc, char** argv) {
   softnic_run->callback([&] { result = belfry::tool::softnic_run(nic); });
 
   CLI::App* bench =
-      app.add_subcommand("bench", "Measure: latency, bandwidth, rate, alltoall, anatomy.");
+      app.add_subcommand("bench", "Measure: latency, bandwidth, rate, alltoall, anatomy, compare.");
   bench->require_subcommand(1);
   BenchOptions options;
   struct Entry {
@@ -231,6 +253,14 @@ int main(int argc, char** argv) {
     command->callback(
         [&, entry] { result = on_gpu_or_host(options, arguments, entry.on_gpu, entry.function); });
   }
+
+  belfry::tool::CompareOptions comparison;
+  CLI::App* compare = bench->add_subcommand(
+      "compare",
+      "Ours and the peers' programs (bench/peers) on two GPUs, in turn in one run: medians, ratios "
+      "and the bars that belfry holds itself to.");
+  add_compare_options(compare, comparison);
+  compare->callback([&] { result = belfry::tool::bench_compare(comparison); });
 
   CLI::App* doctor = app.add_subcommand(
       "doctor", "What this machine has, what each path would use, and for every no the remedy.");
