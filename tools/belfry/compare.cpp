@@ -148,13 +148,13 @@ std::map<Key, Figure> read_report(const std::string& source, const nlohmann::jso
 // What a program said last, for people who must find out why it failed.
 std::string last_lines(const std::string& file) {
   std::ifstream in(file);
-  std::vector<std::string> lines;
+  std::vector<std::string> last;
   for (std::string line; std::getline(in, line);) {
-    if (lines.size() == 6) lines.erase(lines.begin());
-    lines.push_back(line.substr(0, 200));
+    if (last.size() == 6) last.erase(last.begin());
+    last.push_back(line.substr(0, 200));
   }
   std::string text;
-  for (const std::string& line : lines) text += "\n      | " + line;
+  for (const std::string& line : last) text += "\n      | " + line;
   return text;
 }
 
@@ -338,19 +338,23 @@ nlohmann::json judge(const Comparison& c, const Figures& figures) {
   return json;
 }
 
+bool is_compared(const Key& key) {
+  const auto& [source, what, bytes] = key;
+  for (const Comparison& c : comparisons) {
+    if (c.bytes != bytes && c.bytes != 0) continue;
+    if (source == "belfry" && what == c.ours) return true;
+    if (c.source != nullptr && source == c.source && what == c.theirs) return true;
+  }
+  return false;
+}
+
 // What no comparison has named: collectives of NCCL, sizes in between.
 nlohmann::json print_others(const Figures& figures) {
   nlohmann::json others = nlohmann::json::array();
   bool first = true;
   for (const auto& [key, rounds] : figures) {
     const auto& [source, what, bytes] = key;
-    const bool named =
-        std::any_of(std::begin(comparisons), std::end(comparisons), [&](const Comparison& c) {
-          const bool size = c.bytes == bytes || c.bytes == 0;
-          return size && ((source == "belfry" && what == c.ours) ||
-                          (c.source != nullptr && source == c.source && what == c.theirs));
-        });
-    if (named) continue;
+    if (is_compared(key)) continue;
     if (first) std::printf("   not compared:\n");
     first = false;
     std::printf("   %-34s %8s %22s   %s\n", fmt::format("{} {}", source, what).c_str(),

@@ -12,8 +12,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <exception>
 #include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <thread>
 
 #include "belfry/status.hpp"
@@ -55,6 +57,28 @@ void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body) {
     bootstrap->fail(e.what());
     throw;
   }
+}
+
+void as_ranks_in_threads(int ranks, const std::function<void(std::shared_ptr<Bootstrap>)>& body) {
+  LocalGroup group(ranks);
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(group.bootstrap(rank));
+      } catch (const std::exception& e) {
+        {
+          const std::lock_guard lock(mutex);
+          if (!first) first = std::current_exception();
+        }
+        group.fail(rank, e.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
 }
 
 std::uint64_t parse_size(const std::string& text) {

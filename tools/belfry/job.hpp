@@ -13,6 +13,7 @@
 #include "belfry/comm.hpp"
 #include "belfry/platform.hpp"
 #include "belfry/status.hpp"
+#include "outcome.hpp"
 
 namespace belfry::tool {
 
@@ -28,20 +29,13 @@ int start_ranks(int ranks, const std::vector<std::string>& argv);
 // Runs `body` as one rank: a thrown error is told to the other ranks, and thrown on.
 void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body);
 
+// Runs `body` as each of `ranks` ranks, threads of this process; throws what was thrown first.
+void as_ranks_in_threads(int ranks, const std::function<void(std::shared_ptr<Bootstrap>)>& body);
+
 // "64K,1M" and "8" in bytes; throws belfry::Error that names the text and the form wanted.
 std::uint64_t parse_size(const std::string& text);
 std::vector<std::uint64_t> parse_sizes(const std::vector<std::string>& texts);
 std::string size_text(std::uint64_t bytes);
-
-// How a kernel tells the host that a wait did not end well.
-struct Outcome {
-  std::uint32_t status = 0;
-};
-BELFRY_DEVICE inline void note(Outcome* outcome, Status status) {
-  if (status != Status::ok) {
-    store<Order::relaxed, Scope::system>(&outcome->status, static_cast<std::uint32_t>(status));
-  }
-}
 
 struct Quantiles {
   double p50 = 0;

@@ -34,7 +34,7 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
       ->add_option("--path", o.paths,
                    "Paths to measure, with commas: host, triggered, proxy, direct, lsa; on GPUs "
                    "lsa, packets, "
-                   "direct, proxy. All by default.")
+                   "direct, proxy; rate: ring, direct. All by default.")
       ->delimiter(',');
   command->add_option(
       "--provider", o.provider,
@@ -229,9 +229,11 @@ int main(int argc, char** argv) {
 #if defined(BELFRY_TOOL_HAS_GPU)
   constexpr auto gpu_latency = belfry::tool::gpu_bench_latency;
   constexpr auto gpu_bandwidth = belfry::tool::gpu_bench_bandwidth;
+  constexpr auto gpu_rate = belfry::tool::gpu_bench_rate;
+  constexpr auto gpu_anatomy = belfry::tool::gpu_bench_anatomy;
 #else
   constexpr int (*gpu_latency)(const BenchOptions&, const std::vector<std::string>&) = nullptr;
-  constexpr auto gpu_bandwidth = gpu_latency;
+  constexpr auto gpu_bandwidth = gpu_latency, gpu_rate = gpu_latency, gpu_anatomy = gpu_latency;
 #endif
   static const Entry entries[] = {
       {"latency",
@@ -240,12 +242,13 @@ int main(int argc, char** argv) {
        "4 B to 1 MiB by default.", belfry::tool::bench_latency, gpu_latency},
       {"bandwidth", "Bandwidth of puts from rank 0 to rank 1, per path and size.",
        "4 KiB to 4 MiB by default.", belfry::tool::bench_bandwidth, gpu_bandwidth},
-      {"rate", "Puts per second from rank 0 to rank 1, many in flight.", "8 B by default.",
-       belfry::tool::bench_rate, nullptr},
+      {"rate",
+       "Puts per second from rank 0 to rank 1, many in flight; on GPUs the command ring too.",
+       "8 B by default.", belfry::tool::bench_rate, gpu_rate},
       {"alltoall", "Time of an all-to-all among all ranks, per path and size per pair.",
        "8 B to 256 KiB by default.", belfry::tool::bench_alltoall, nullptr},
       {"anatomy", "Where the time of one 8-byte direct put goes, stage by stage.", "8 B only.",
-       belfry::tool::bench_anatomy, nullptr},
+       belfry::tool::bench_anatomy, gpu_anatomy},
   };
   for (const Entry& entry : entries) {
     CLI::App* command = bench->add_subcommand(entry.name, entry.help);
