@@ -287,6 +287,7 @@ void exchange(const std::shared_ptr<Bootstrap>& bootstrap, CommOptions options,
               const DemoKernels& kernels) {
   const bool gpu = options.gpu >= 0;
   options.contexts = contexts;
+  options.softnic.strict = true;
   for (const Path path : {Path::lsa, Path::direct, Path::proxy}) {
     options.path = path;
     const Exchange exchanges[] = {
