@@ -251,16 +251,18 @@ void Job::start(int number) {
     }
   }
   for (const auto& [name, value] : options_.environment) variables[name] = value;
-  variables["BELFRY_RANK"] = std::to_string(number);
-  variables["BELFRY_RANKS"] = std::to_string(options_.ranks);
-  variables["BELFRY_LOCAL_RANK"] = variables["BELFRY_RANK"];
-  variables["BELFRY_LOCAL_RANKS"] = variables["BELFRY_RANKS"];
-  variables["BELFRY_ROOT"] = fmt::format("127.0.0.1:{}", port_);
-  variables["BELFRY_TOKEN"] = token_;
-  variables.erase("BELFRY_ROOT_FD");
-  variables.erase("BELFRY_BOOTSTRAP");
-  variables.erase("BELFRY_LISTEN");
-  if (number == 0) variables["BELFRY_ROOT_FD"] = std::to_string(root_.get());
+  for (const char* name :
+       {"BELFRY_RANK", "BELFRY_RANKS", "BELFRY_LOCAL_RANK", "BELFRY_LOCAL_RANKS", "BELFRY_ROOT",
+        "BELFRY_ROOT_FD", "BELFRY_TOKEN", "BELFRY_BOOTSTRAP", "BELFRY_LISTEN"}) {
+    variables.erase(name);
+  }
+  if (options_.seats) {
+    variables["BELFRY_RANK"] = variables["BELFRY_LOCAL_RANK"] = std::to_string(number);
+    variables["BELFRY_RANKS"] = variables["BELFRY_LOCAL_RANKS"] = std::to_string(options_.ranks);
+    variables["BELFRY_ROOT"] = fmt::format("127.0.0.1:{}", port_);
+    variables["BELFRY_TOKEN"] = token_;
+    if (number == 0) variables["BELFRY_ROOT_FD"] = std::to_string(root_.get());
+  }
   std::vector<std::string> entries;
   for (const auto& [name, value] : variables) entries.push_back(name + "=" + value);
   std::vector<char*> envp;

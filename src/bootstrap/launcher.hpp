@@ -15,6 +15,9 @@ struct LaunchOptions {
   // Set for every rank beside the launcher's own environment. BELFRY_RANK, _RANKS, _LOCAL_RANK,
   // _LOCAL_RANKS, _ROOT, _ROOT_FD and _TOKEN are the launcher's to set.
   std::vector<std::pair<std::string, std::string>> environment;
+  // Off: programs that are no ranks, and may start some: the variables above are not set, nor
+  // passed on from the seat that this process may have.
+  bool seats = true;
   bool label_output = false;             // "[rank] " before every line
   std::chrono::milliseconds timeout{0};  // the job's time; 0 = no limit
   // From the first failure of a rank to SIGTERM for the others, which by then have had the time

@@ -125,6 +125,7 @@ class SoftOnGpu final : public Provider {
     config.max_peers = std::max(options.peers, 1u);
     config.seed = options.seed;
     config.strict = options.strict;
+    config.trace = options.trace;
     config.faults = options.faults;
     engine_ = std::make_shared<softnic::KernelEngine>(config);
   }
@@ -166,7 +167,7 @@ class SoftOnGpu final : public Provider {
     }
     return lines;
   }
-  std::vector<softnic::TraceEvent> take_trace() override { return {}; }
+  std::vector<softnic::TraceEvent> take_trace() override { return engine_->take_trace(); }
 
  private:
   static softnic::KernelEngineAddress engine_of(const Blob& peer) {

@@ -146,12 +146,14 @@ struct Tables {
   std::uint32_t* arrived;  // CTAs that run
   Mail* mail;
   ReportSlot* reports;
+  TraceEvent* trace;  // a ring in pinned memory; of the kernel that traces
+  std::uint32_t* trace_count;
 
   std::uint64_t seed;
   std::uint64_t lifetime_ns;
   std::uint64_t latency_ns;
   std::uint64_t picoseconds_per_kib;  // of the paced link; 0: not paced
-  std::uint32_t max_keys, max_peers, max_qps, max_cqs, max_reports;
+  std::uint32_t max_keys, max_peers, max_qps, max_cqs, max_reports, trace_events;
   std::uint32_t fronts, fronts_per_cta;
   std::uint32_t ordered_writes;
   std::uint32_t cycles_per_us;
@@ -342,6 +344,7 @@ struct DeviceEnv {
     return cqn < t.max_cqs && t.cqs[cqn].cqn == cqn && cqn != 0 ? &t.cqs[cqn] : nullptr;
   }
   BELFRY_DEVICE void state_changed(EngineQp&) const {}
+  // What faults and errors slow down is no anatomy: the fast path alone is traced, by its front.
   BELFRY_DEVICE void trace(Stage, std::uint32_t, std::uint16_t) const {}
 
   // Into the ring in pinned memory, while the host keeps up; counted always.

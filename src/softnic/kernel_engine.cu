@@ -385,9 +385,14 @@ BELFRY_DEVICE BELFRY_INLINE void find(const Tables& t, Front& f, const Access& f
 
 // ---- Completion ----
 
+struct CqeTimes {
+  std::uint64_t visible, written;
+};
+
 // Writes a CQE for each lane in `signalled`; there is room. Everything that the warp did before is
-// visible to whoever sees one.
-BELFRY_DEVICE void write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t signalled,
+// visible to whoever sees one. Traced: says when the lane's was.
+template <bool Traced>
+BELFRY_DEVICE auto write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t signalled,
                               std::uint32_t wqe_opcode, std::uint32_t counter, std::uint32_t bytes,
                               std::uint32_t lane) {
   const std::uint32_t produced = cq.produced;
@@ -411,12 +416,15 @@ BELFRY_DEVICE void write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t
     store<Order::relaxed, Scope::system>(tail, mlx5::be32(wqe_opcode << 24 | q.qpn).raw);
   }
   __syncwarp();
+  [[maybe_unused]] CqeTimes times = {};
   if (writes) {
     fence<Order::acq_rel, Scope::system>();
+    if constexpr (Traced) times.visible = now_ns();
     store<Order::relaxed, Scope::system>(
         tail + 1, mlx5::CqeTail::of(mlx5::CqeOpcode::requester, static_cast<std::uint16_t>(counter),
                                     number >> cq.log2_depth & 1)
                       .word);
+    if constexpr (Traced) times.written = now_ns();
   }
   if (lane == 0) {
     const std::uint32_t n = count_of(signalled);
@@ -425,6 +433,7 @@ BELFRY_DEVICE void write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t
     store<Order::relaxed, Scope::device>(&cq.home->produced, produced + n);
     f.count.cqes += n;
   }
+  if constexpr (Traced) return times;
 }
 
 // How many CQEs the queue has room for.
@@ -463,6 +472,36 @@ BELFRY_DEVICE std::int64_t due_cycle(const Tables& t, const HotQp& q, std::uint6
         clock64() + static_cast<std::int64_t>((end + t.latency_ns - now) * t.cycles_per_us / 1000);
   }
   return __shfl_sync(all_lanes, static_cast<long long>(due), 0);
+}
+
+// ---- Trace ----
+
+// What the fast path did with n WQEs from `consumer` on. Each lane hands in its own's times.
+BELFRY_DEVICE __noinline__ void record_trace(const Tables& t, std::uint32_t qpn,
+                                             std::uint32_t consumer, std::uint32_t n,
+                                             std::uint32_t said, std::uint64_t seen,
+                                             std::uint64_t fetched, std::uint64_t moved,
+                                             CqeTimes cqe, std::uint32_t lane) {
+  std::uint32_t at = 0;
+  if (lane == 0) at = fetch_add<Order::relaxed, Scope::device>(t.trace_count, 1 + 4 * n);
+  at = from_lane(at, 0);
+  // In one piece each: a time of 0 is a place that nobody has filled.
+  const auto put = [&](std::uint32_t place, std::uint64_t ns, std::uint32_t index, Stage stage) {
+    if (ns == 0) return;
+    store_word16(
+        reinterpret_cast<Word16*>(t.trace + (at + place) % t.trace_events),
+        {ns, qpn | std::uint64_t{index & 0xffff} << 32 | static_cast<std::uint64_t>(stage) << 48});
+  };
+  static_assert(sizeof(TraceEvent) == sizeof(Word16) && offsetof(TraceEvent, qpn) == 8 &&
+                offsetof(TraceEvent, index) == 12 && offsetof(TraceEvent, stage) == 14);
+  if (lane == 0) put(0, seen, said, Stage::doorbell);
+  if (lane < n) {
+    put(1 + 4 * lane, fetched, consumer + lane, Stage::fetched);
+    put(2 + 4 * lane, moved, consumer + lane, Stage::moved);
+    put(3 + 4 * lane, cqe.visible, consumer + lane, Stage::visible);
+    put(4 + 4 * lane, cqe.written, consumer + lane, Stage::cqe);
+  }
+  __syncwarp();
 }
 
 // ---- The fast path ----
@@ -511,9 +550,11 @@ BELFRY_DEVICE BELFRY_INLINE void place_short(std::byte* to, std::uint32_t bytes,
 }
 
 // Serves what the lanes can read at once of one queue: at most 32 WQEs of one block each, up to
-// the first that is not for this path. `said` is the record's index.
+// the first that is not for this path. `said` is the record's index; traced: seen at `seen_ns`.
+template <bool Traced>
 BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::uint32_t id,
-                                std::uint32_t slot, std::uint32_t said) {
+                                std::uint32_t slot, std::uint32_t said,
+                                [[maybe_unused]] std::uint64_t seen_ns) {
   const std::uint32_t lane = this_lane();
   HotQp& q = f.qp[slot];
   HotCq& cq = f.cq[q.cq];
@@ -543,6 +584,12 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
   const std::uint32_t rkey = mlx5::swap_bytes(low(w1.high));
   const std::uint32_t first = mlx5::swap_bytes(low(w2.low));
   const bool read = opcode == mlx5::Opcode::rdma_read;
+  [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
+  if constexpr (Traced) {
+    // No WQE begins like this; asking has the time taken after the WQEs have arrived.
+    if (__any_sync(all_lanes, control == ~0u)) return Served::general;
+    fetched_ns = now_ns();
+  }
 
   Kind kind = Kind::slow;
   std::uint32_t bytes = 0, lkey = 0;
@@ -634,6 +681,7 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
   const std::uint32_t shorts = __ballot_sync(all_lanes, kind == Kind::short_);
   const std::uint32_t all_words = __ballot_sync(all_lanes, kind == Kind::word);
   const std::uint32_t all_adds = __ballot_sync(all_lanes, kind == Kind::add);
+  if constexpr (Traced) moved_ns = now_ns();
   std::uint64_t moved = 0;
   for (std::uint32_t at = 0; at < n;) {
     if ((datas >> at & 1) != 0) {
@@ -801,12 +849,16 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
   asked &= below(n);
   const std::uint32_t counted = lane < n && travels ? bytes : 0;
   const std::uint32_t small = __reduce_add_sync(all_lanes, kind == Kind::data ? 0 : counted);
+  [[maybe_unused]] CqeTimes times = {};
   if (asked != 0) {
-    write_cqes(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
-               kind == Kind::add ? 8
-               : read            ? bytes
-                                 : 0,
-               lane);
+    const std::uint32_t said_bytes = kind == Kind::add ? 8 : read ? bytes : 0;
+    if constexpr (Traced) {
+      times = write_cqes<true>(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
+                               said_bytes, lane);
+    } else {
+      write_cqes<false>(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
+                        said_bytes, lane);
+    }
     dirty = false;
   }
   if (lane == 0) {
@@ -818,6 +870,9 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
     f.count.bytes += moved + small;
   }
   __syncwarp();
+  if constexpr (Traced) {
+    record_trace(t, q.qpn, consumer, n, said, seen_ns, fetched_ns, moved_ns, times, lane);
+  }
   return Served::some;
 }
 
@@ -825,7 +880,7 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
 BELFRY_DEVICE void finish_job(Front& f, std::uint32_t slot, std::uint32_t lane) {
   HotQp& q = f.qp[slot];
   if (q.job_signalled) {
-    write_cqes(f.cq[q.cq], q, f, 1, q.job_opcode, q.consumer, q.job_cqe_bytes, lane);
+    write_cqes<false>(f.cq[q.cq], q, f, 1, q.job_opcode, q.consumer, q.job_cqe_bytes, lane);
   }
   __syncwarp();
   if (lane == 0) {
@@ -1092,6 +1147,7 @@ BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::
 // loop would have its values kept in local memory, which is slow behind every acquire.
 enum class Need { end, note, check, general };
 
+template <bool Traced>
 BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board, Front& f,
                                                    std::uint32_t id, std::uint32_t epoch,
                                                    std::uint64_t& pass, std::uint32_t& next,
@@ -1133,6 +1189,8 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
     }
     std::uint32_t mask = __ballot_sync(all_lanes, work);
     if (mask == 0) continue;
+    [[maybe_unused]] std::uint64_t seen_ns = 0;
+    if constexpr (Traced) seen_ns = now_ns();
     __syncwarp();
     const std::uint32_t first_turn = next;
     do {
@@ -1147,7 +1205,7 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
       }
       Served served = Served::general;
       if (q.state == QpState::rts && !f.faulty && !q.in_hand) {
-        served = serve_fast(t, board, f, id, slot, from_lane(said, slot));
+        served = serve_fast<Traced>(t, board, f, id, slot, from_lane(said, slot), seen_ns);
       }
       // The queues that are left are found again.
       if (served == Served::general) return Need::general;
@@ -1158,12 +1216,13 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
   }
 }
 
+template <bool Traced>
 BELFRY_DEVICE void run_front(const Tables& t, Board& board, Front& f, std::uint32_t id,
                              std::uint32_t lane) {
   std::uint32_t epoch = 0, next = 0, slot = 0;
   std::uint64_t pass = 0;
   for (;;) {
-    const Need need = serve_fast_queues(t, board, f, id, epoch, pass, next, slot);
+    const Need need = serve_fast_queues<Traced>(t, board, f, id, epoch, pass, next, slot);
     __syncwarp();
     switch (need) {
       case Need::end: return;
@@ -1306,6 +1365,7 @@ BELFRY_DEVICE void run_scout(const Tables& t, Board& board) {
 
 // ---- The kernel ----
 
+template <bool Traced>
 __global__ void __launch_bounds__(max_warps* lanes, 1)
     softnic_kernel(const __grid_constant__ Tables t) {
   __shared__ Shared shared;
@@ -1324,7 +1384,7 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
       f.help.staging = t.staging + std::uint64_t{id} * staging_bytes;
     }
     __syncwarp();
-    run_front(t, shared.board, f, id, lane);
+    run_front<Traced>(t, shared.board, f, id, lane);
   } else if (warp + 1 < warps) {
     run_mover(t, shared.board, warp, lane);
   } else if (lane == 0) {
@@ -1500,6 +1560,7 @@ struct KernelEngine::Implementation {
   void* memory = nullptr;
   void* pinned = nullptr;
   std::size_t pinned_bytes = 0;
+  void* trace = nullptr;
   bool launched = false, ended = false;
 
   mutable std::mutex mutex;
@@ -1534,6 +1595,7 @@ struct KernelEngine::Implementation {
 
   explicit Implementation(KernelEngineConfig c);
   ~Implementation();
+  std::size_t trace_bytes() const { return config.trace_events * sizeof(TraceEvent); }
   void lay_out();
   void start();
   void end(std::chrono::nanoseconds deadline);
@@ -1560,6 +1622,7 @@ KernelEngine::Implementation::Implementation(KernelEngineConfig c) : config(std:
   bounds("max_keys", config.max_keys, 2, 65536);
   bounds("max_peers", config.max_peers, 1, 65536);
   bounds("max_reports", config.max_reports, 1, 1 << 20);
+  bounds("trace_events", config.trace_events, 1, 1 << 20);
   int devices = 0;
   check_cuda(cudaGetDeviceCount(&devices), thing("CUDA devices"), "at least one");
   check(config.device >= 0 && config.device < devices, thing("device"),
@@ -1632,7 +1695,7 @@ void KernelEngine::Implementation::lay_out() {
   const std::size_t reply_at = place(1, sizeof(kernel::Reply));
   const std::size_t active_at = place(1, 8), link_at = place(1, 8), epoch_at = place(1, 4);
   const std::size_t seen_at = place(t.fronts, 4), report_at = place(1, 4);
-  const std::size_t reports_at = place(1, 8), arrived_at = place(1, 4);
+  const std::size_t reports_at = place(1, 8), arrived_at = place(1, 4), trace_at = place(1, 4);
   check_cuda(
       cudaMallocAsync(&memory, bytes, stream),
       text("%zu bytes on device %d for softnic %s", bytes, config.device, config.name.c_str()),
@@ -1663,6 +1726,13 @@ void KernelEngine::Implementation::lay_out() {
   std::memset(pinned, 0, pinned_bytes);
   t.mail = static_cast<kernel::Mail*>(pinned);
   t.reports = reinterpret_cast<kernel::ReportSlot*>(t.mail + 1);
+  if (config.trace) {
+    trace = PinnedPool::instance().take(trace_bytes());
+    std::memset(trace, 0, trace_bytes());
+    t.trace = static_cast<TraceEvent*>(trace);
+    t.trace_count = reinterpret_cast<std::uint32_t*>(base + trace_at);
+    t.trace_events = config.trace_events;
+  }
 }
 
 void KernelEngine::Implementation::start() {
@@ -1678,15 +1748,15 @@ void KernelEngine::Implementation::start() {
   check_cuda(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, config.device),
              thing("SMs"), "their number");
   const auto threads = static_cast<int>(config.warps * kernel::lanes);
-  check_cuda(
-      cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel::softnic_kernel, threads, 0),
-      thing("kernel"), "code for this GPU");
+  const auto code = config.trace ? kernel::softnic_kernel<true> : kernel::softnic_kernel<false>;
+  check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, code, threads, 0),
+             thing("kernel"), "code for this GPU");
   // Its CTAs wait for each other.
   check(config.ctas <= static_cast<std::uint32_t>(resident * sm_count), thing("ctas"),
         std::to_string(config.ctas), text("at most %d, which fit at once", resident * sm_count),
         "lower KernelEngineConfig::ctas");
   lay_out();
-  kernel::softnic_kernel<<<config.ctas, static_cast<unsigned>(threads), 0, stream>>>(t);
+  code<<<config.ctas, static_cast<unsigned>(threads), 0, stream>>>(t);
   check_cuda(cudaGetLastError(), thing("kernel"), "a launch");
   launched = true;
   const auto deadline = std::chrono::steady_clock::now() + config.control_deadline;
@@ -1729,6 +1799,7 @@ void KernelEngine::Implementation::end(std::chrono::nanoseconds within) {
     check_cuda(cudaFreeAsync(memory, stream), thing("tables"), "memory that can be freed");
   }
   if (pinned != nullptr) PinnedPool::instance().give_back(pinned_bytes, pinned);
+  if (trace != nullptr) PinnedPool::instance().give_back(trace_bytes(), trace);
   if (stream != nullptr) check_cuda(cudaStreamDestroy(stream), thing("stream"), "a valid stream");
 }
 
@@ -2143,6 +2214,23 @@ Statistics KernelEngine::counters() const {
   const kernel::Reply reply = self.ask(command);
   const auto* w = reply.words;
   return {w[0], w[1], w[2], w[3], w[4], w[5], w[6]};
+}
+
+std::vector<TraceEvent> KernelEngine::take_trace() {
+  Implementation& self = *self_;
+  const std::lock_guard lock(self.mutex);
+  std::vector<TraceEvent> events;
+  if (self.t.trace == nullptr || self.ended) return events;
+  // What fronts wrote before they answered is here then.
+  Command command = make_command(CommandKind::statistics, 0);
+  (void)self.ask(command);
+  for (std::uint32_t i = 0; i < self.t.trace_events; ++i) {
+    if (self.t.trace[i].ns != 0) events.push_back(self.t.trace[i]);
+    self.t.trace[i] = {};
+  }
+  std::stable_sort(events.begin(), events.end(),
+                   [](const TraceEvent& a, const TraceEvent& b) { return a.ns < b.ns; });
+  return events;
 }
 
 void KernelEngine::stop(std::chrono::nanoseconds deadline) {

@@ -44,7 +44,11 @@ struct KernelEngineConfig {
   // same word, and may overtake earlier atomics of the same batch. Always in order: a WRITE after
   // WRITEs to another registration, an atomic after every WRITE, a CQE after everything.
   bool ordered_writes = false;
-  std::uint64_t seed = 1;  // of the faults
+  // Stamps of every WQE that is served at once: no faults, at most 64 KiB. By a kernel of its own,
+  // so that the other one has no part of it.
+  bool trace = false;
+  std::uint32_t trace_events = 65536;  // the newest, kept for take_trace()
+  std::uint64_t seed = 1;              // of the faults
   Faults faults;
   // Stands in for a network: nothing arrives before `latency` has passed since its WQE was read,
   // nor faster than the rate. 0 = as fast as the memory is.
@@ -74,7 +78,7 @@ struct KernelQpAttributes {
 // CUDA_MODULE_LOADING=EAGER before the first CUDA call, and synchronise streams.
 //
 // Not here, unlike SoftNic: SEND, WRITE_IMM and receive queues (error 15, or an Error at
-// create_qp), registers shared by QPs, traces, and what needs the peer's engine: its QP's state is
+// create_qp), registers shared by QPs, and what needs the peer's engine: its QP's state is
 // not looked at, and it does not learn of errors of this side.
 class KernelEngine {
  public:
@@ -113,6 +117,8 @@ class KernelEngine {
   void set_faults(const Faults& faults);
   std::vector<Report> take_reports();  // the oldest first; empties the list
   Statistics counters() const;
+  // The oldest first, by the GPU's global timer; forgets them. While nothing is being posted.
+  std::vector<TraceEvent> take_trace();
 
   // How many SMs' worth of CTAs the kernel takes from its GPU.
   std::uint32_t sms() const;

@@ -206,6 +206,15 @@ TEST(bootstrap_launcher, the_environment_is_the_launchers_with_additions) {
   EXPECT_EQ(ran.out, "kept added 0/1\nempty\n");
 }
 
+TEST(bootstrap_launcher, a_program_without_a_seat_sees_none_of_the_launchers_variables) {
+  ::setenv("BELFRY_TOKEN", "of another job", 1);
+  auto options = shell(1, "echo \"[$BELFRY_RANK$BELFRY_RANKS$BELFRY_ROOT$BELFRY_TOKEN]\"");
+  options.seats = false;
+  const auto ran = run(options);
+  ::unsetenv("BELFRY_TOKEN");
+  EXPECT_EQ(ran.out, "[]\n");
+}
+
 TEST(bootstrap_launcher, what_cannot_be_started_is_named) {
   EXPECT_TRUE(contains(outcome_of([] { run(options_for(2, {"/no/such/program"})); }),
                        "'/no/such/program'"));

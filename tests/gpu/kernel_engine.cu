@@ -1264,7 +1264,7 @@ int main(int argc, char** argv) {
   // A kernel that is loaded at its first launch would wait for those that run.
   setenv("CUDA_MODULE_LOADING", "EAGER", 1);
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
-  const std::string only = argc > 1 ? argv[1] : "";
+  const std::string only = argc > 1 ? argv[1] : short_form() ? "tests" : "";
   int devices = 0;
   CHECK_CUDA(cudaGetDeviceCount(&devices));
   for (int i = 0; i < 2; ++i) {

@@ -30,10 +30,10 @@ class Command(unittest.TestCase):
     def test_every_subcommand_has_help(self):
         for command in (["demo"], ["run"], ["doctor"], ["softnic"], ["softnic", "run"], ["bench"], ["bench", "latency"],
                         ["bench", "bandwidth"], ["bench", "rate"], ["bench", "alltoall"],
-                        ["bench", "anatomy"]):
+                        ["bench", "anatomy"], ["bench", "compare"]):
             out = self.worked(run(*command, "--help"))
             self.assertIn("--help", out)
-            if command[0] == "bench" and len(command) == 2:
+            if command[0] == "bench" and command[1:] not in ([], ["compare"]):
                 for option in ("--path", "--provider", "--ranks", "--sizes", "--contexts",
                                "--iterations", "--json"):
                     self.assertIn(option, out)

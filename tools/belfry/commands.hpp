@@ -21,6 +21,16 @@ struct BenchOptions {
   std::string gpu = "auto";  // on, off
 };
 
+struct CompareOptions {
+  std::vector<std::string> peers{"nvshmem", "nccl"};  // or none
+  std::string nvshmem, nccl;  // the peers' programs; empty: those beside this build
+  std::string belfry;         // the command that measures ours; empty: this one
+  unsigned rounds = 5;
+  unsigned deadline_s = 180;     // of one run of one program
+  std::uint64_t iterations = 0;  // 0: each program's own
+  std::string json;
+};
+
 // Programs that find SoftNIC where the kernel's RDMA devices would be.
 struct SoftnicOptions {
   uverbs::Settings settings;
@@ -35,6 +45,7 @@ int bench_bandwidth(const BenchOptions& options, const std::vector<std::string>&
 int bench_rate(const BenchOptions& options, const std::vector<std::string>& argv);
 int bench_alltoall(const BenchOptions& options, const std::vector<std::string>& argv);
 int bench_anatomy(const BenchOptions& options, const std::vector<std::string>& argv);
+int bench_compare(const CompareOptions& options);
 int doctor(const std::string& json);
 
 }  // namespace belfry::tool

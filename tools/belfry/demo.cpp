@@ -3,33 +3,24 @@
 #include <fmt/format.h>
 
 #include <cstdio>
+#include <cstring>
+#include <filesystem>
 
-#include "belfry/device/barrier.hpp"
 #include "belfry/launch.hpp"
 #include "commands.hpp"
+#include "demo_kernels.hpp"
 #include "job.hpp"
+#include "memory/gpu.hpp"
+#include "written.hpp"
+#if defined(BELFRY_TOOL_HAS_GPU)
+#include "gpu_bench.hpp"
+#endif
 
 namespace belfry::tool {
 namespace {
 
 constexpr int demo_ranks = 4;
-constexpr std::uint32_t contexts = 4;
-constexpr std::uint64_t max_message = 64 * 1024;
-constexpr std::uint32_t stress_operations = 64;  // per context
-constexpr std::uint64_t stress_slot = 1024;
 
-// One 64-bit hash (splitmix64's finaliser) is all the randomness there is: every rank knows what
-// every other one sends.
-BELFRY_HOST_DEVICE constexpr std::uint64_t mix(std::uint64_t x) {
-  x += 0x9e3779b97f4a7c15ull;
-  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ull;
-  x = (x ^ (x >> 27)) * 0x94d049bb133111ebull;
-  return x ^ (x >> 31);
-}
-BELFRY_HOST_DEVICE constexpr std::uint64_t mix(std::uint64_t a, std::uint64_t b, std::uint64_t c,
-                                               std::uint64_t d = 0) {
-  return mix(a ^ mix(b ^ mix(c ^ mix(d))));
-}
 constexpr std::byte pattern(std::uint64_t seed, std::uint64_t at) {
   return static_cast<std::byte>(mix(seed ^ (at / 8)) >> (at % 8 * 8));
 }
@@ -55,80 +46,122 @@ void expect_equal(std::uint64_t found, std::uint64_t wanted, const std::string& 
               "this is a fault of belfry: report it with `belfry doctor`'s output");
 }
 
-// ---- ring ----
+// ---- kernels of the host executor ----
 
 __global__ void ring_kernel(DeviceComm comm, std::uint32_t window, std::uint32_t rounds,
                             std::uint64_t bytes, Outcome* outcome) {
-  Net net{comm, 0};
-  const int next = (net.rank() + 1) % net.ranks();
-  // Half of the window is sent, half received; each round passes on what the last one brought.
-  for (std::uint32_t round = 0; round < rounds; ++round) {
-    const std::uint64_t from = round % 2 * bytes;
-    const std::uint64_t to = (round + 1) % 2 * bytes;
-    note(outcome,
-         net.put(this_block, next, {window, to}, {window, from}, bytes, signal_inc{0}).status);
-    note(outcome, net.wait_signal(this_block, 0, round + 1));
-    note(outcome, net.flush(this_block, next));
-    Barrier barrier{net, TeamKind::world, 0};
-    note(outcome, barrier.sync(this_block));
-  }
+  ring_exchange(comm, window, rounds, bytes, outcome);
 }
 
-void ring(Comm& comm, std::uint64_t) {
+__global__ void alltoallv_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t seed,
+                                 Outcome* outcome) {
+  alltoallv_exchange(comm, window, seed, outcome);
+}
+
+__global__ void stress_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t seed,
+                              std::uint64_t* fetched, Outcome* outcome) {
+  stress_exchange(comm, window, seed, fetched, outcome);
+}
+
+constexpr DemoKernels kernels_on_host{
+    [](const DeviceComm& comm, std::uint32_t window, std::uint32_t rounds, std::uint64_t bytes,
+       Outcome* outcome) {
+      launch({.grid = 1, .block = 64, .name = "ring"}, ring_kernel, comm, window, rounds, bytes,
+             outcome)
+          .wait();
+    },
+    [](unsigned ranks, const DeviceComm& comm, std::uint32_t window, std::uint64_t seed,
+       Outcome* outcome) {
+      launch({.grid = ranks, .block = 32, .name = "all-to-all"}, alltoallv_kernel, comm, window,
+             seed, outcome)
+          .wait();
+    },
+    [](const DeviceComm& comm, std::uint32_t window, std::uint64_t seed, std::uint64_t* fetched,
+       Outcome* outcome) {
+      launch({.grid = contexts, .block = 32, .name = "stress"}, stress_kernel, comm, window, seed,
+             fetched, outcome)
+          .wait();
+    }};
+
+// ---- where a job runs ----
+
+struct Setting {
+  Comm& comm;
+  bool gpu;
+  const DemoKernels& kernels;
+};
+
+// A window as the CPU sees it: itself, or a copy of what is in a GPU's memory.
+class Image {
+ public:
+  Image(const Setting& setting, const Window& window)
+      : window_(window), device_(setting.comm.options().gpu) {
+    if (setting.gpu) copy_.resize(window.size());
+  }
+  std::byte* data() { return copy_.empty() ? window_.data() : copy_.data(); }
+  std::uint64_t word(std::uint64_t offset) {
+    std::uint64_t value = 0;
+    std::memcpy(&value, data() + offset, sizeof(value));
+    return value;
+  }
+  void store() {
+    if (!copy_.empty()) memory::copy_to_gpu(device_, window_.data(), copy_.data(), copy_.size());
+  }
+  void load() {
+    if (!copy_.empty()) memory::copy_from_gpu(device_, copy_.data(), window_.data(), copy_.size());
+  }
+
+ private:
+  const Window& window_;
+  int device_;
+  std::vector<std::byte> copy_;
+};
+
+// ---- ring ----
+
+void ring(const Setting& setting, std::uint64_t) {
+  Comm& comm = setting.comm;
   const std::uint64_t bytes = 4096;
   const auto rounds = static_cast<std::uint32_t>(comm.ranks());
   Window window = comm.window(2 * bytes);
-  fill(window.data(), bytes, mix(1, static_cast<std::uint64_t>(comm.rank()), 0));
+  Image image(setting, window);
+  fill(image.data(), bytes, mix(1, static_cast<std::uint64_t>(comm.rank()), 0));
+  image.store();
+  const Written<Outcome> outcome(setting.gpu, 1);
   comm.barrier();
-  Outcome outcome;
-  launch({.grid = 1, .block = 64, .name = "ring"}, ring_kernel, comm.device_comm({.signals = 1}),
-         window.id(), rounds, bytes, &outcome)
-      .wait();
-  require_ok(static_cast<Status>(outcome.status), comm, "ring exchange");
+  setting.kernels.ring(comm.device_comm({.signals = 1, .barriers = 1}), window.id(), rounds, bytes,
+                       outcome.data());
+  require_ok(static_cast<Status>(outcome.data()->status), comm, "ring exchange");
+  image.load();
   // After as many rounds as ranks every message is home again.
-  expect(window.data() + rounds % 2 * bytes, bytes,
+  expect(image.data() + rounds % 2 * bytes, bytes,
          mix(1, static_cast<std::uint64_t>(comm.rank()), 0), "ring exchange");
   comm.barrier();
 }
 
 // ---- all-to-all ----
 
-constexpr std::uint64_t message_bytes(std::uint64_t seed, int from, int to) {
-  return mix(2 + seed, static_cast<std::uint64_t>(from), static_cast<std::uint64_t>(to)) %
-         (max_message + 1);
-}
-
-__global__ void alltoallv_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t seed,
-                                 Outcome* outcome) {
-  const int peer = static_cast<int>(blockIdx.x);
-  Net net{comm, blockIdx.x % comm.contexts};
-  const std::uint64_t to = static_cast<std::uint64_t>(net.rank()) * max_message;
-  const std::uint64_t from = static_cast<std::uint64_t>(net.ranks() + peer) * max_message;
-  note(outcome, net.put(this_block, peer, {window, to}, {window, from},
-                        message_bytes(seed, net.rank(), peer), signal_inc{1})
-                    .status);
-  note(outcome, net.flush(this_block, peer));
-  note(outcome, net.wait_signal(this_block, 1, static_cast<std::uint64_t>(net.ranks())));
-}
-
-void alltoall(Comm& comm, std::uint64_t seed) {
+void alltoall(const Setting& setting, std::uint64_t seed) {
+  Comm& comm = setting.comm;
   const auto n = static_cast<std::uint64_t>(comm.ranks());
   Window window = comm.window(2 * n * max_message);
-  std::memset(window.data(), 0xee, n * max_message);
+  Image image(setting, window);
+  std::memset(image.data(), 0xee, n * max_message);
   for (int peer = 0; peer < comm.ranks(); ++peer) {
-    fill(window.data() + (n + static_cast<std::uint64_t>(peer)) * max_message,
+    fill(image.data() + (n + static_cast<std::uint64_t>(peer)) * max_message,
          message_bytes(seed, comm.rank(), peer),
          mix(3 + seed, static_cast<std::uint64_t>(comm.rank()), static_cast<std::uint64_t>(peer)));
   }
+  image.store();
+  const Written<Outcome> outcome(setting.gpu, 1);
   comm.barrier();
-  Outcome outcome;
-  launch({.grid = static_cast<unsigned>(comm.ranks()), .block = 32, .name = "all-to-all"},
-         alltoallv_kernel, comm.device_comm({.signals = 2}), window.id(), seed, &outcome)
-      .wait();
-  require_ok(static_cast<Status>(outcome.status), comm, "all-to-all");
+  setting.kernels.alltoallv(static_cast<unsigned>(comm.ranks()), comm.device_comm({.signals = 2}),
+                            window.id(), seed, outcome.data());
+  require_ok(static_cast<Status>(outcome.data()->status), comm, "all-to-all");
+  image.load();
   for (int peer = 0; peer < comm.ranks(); ++peer) {
     const std::uint64_t bytes = message_bytes(seed, peer, comm.rank());
-    const std::byte* found = window.data() + static_cast<std::uint64_t>(peer) * max_message;
+    const std::byte* found = image.data() + static_cast<std::uint64_t>(peer) * max_message;
     expect(found, bytes,
            mix(3 + seed, static_cast<std::uint64_t>(peer), static_cast<std::uint64_t>(comm.rank())),
            fmt::format("all-to-all, message of rank {}", peer));
@@ -142,128 +175,38 @@ void alltoall(Comm& comm, std::uint64_t seed) {
 
 // ---- stress ----
 
-// What context `c` of rank `r` does in its n-th step: the same answer on every rank.
-struct Step {
-  int peer;
-  std::uint32_t kind;  // 0 put, 1 put_value, 2 put_2d, 3 get, 4 fetch_add, 5 compare_swap, 6 signal
-  std::uint64_t bytes;
-  std::uint64_t add;
-};
-BELFRY_HOST_DEVICE constexpr Step step_of(std::uint64_t seed, int ranks, int r, std::uint32_t c,
-                                          std::uint32_t n) {
-  const std::uint64_t h = mix(4 + seed, static_cast<std::uint64_t>(r), c, n);
-  return {static_cast<int>(h % static_cast<std::uint64_t>(ranks)),
-          static_cast<std::uint32_t>(h >> 16) % 7, (h >> 32) % (stress_slot + 1),
-          (h >> 48) % 100 + 1};
-}
-
-// A rank's window: the words that others add to (8 per rank and context), then a slot for every
-// step of every other rank and context, then what is sent, then what others may read.
-struct StressLayout {
-  int ranks;
-  BELFRY_HOST_DEVICE constexpr std::uint64_t lane(int r, std::uint32_t c) const {
-    return static_cast<std::uint64_t>(r) * contexts + c;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t lanes() const {
-    return static_cast<std::uint64_t>(ranks) * contexts;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t add_word(int r, std::uint32_t c) const {
-    return lane(r, c) * 64;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t swap_word(int r, std::uint32_t c) const {
-    return add_word(r, c) + 8;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t slot(int r, std::uint32_t c, std::uint32_t n) const {
-    return lanes() * 64 + (lane(r, c) * stress_operations + n) * stress_slot;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t source(std::uint32_t c, std::uint32_t n) const {
-    return slot(ranks, 0, 0) + (c * stress_operations + n) * stress_slot;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t landing(std::uint32_t c, std::uint32_t n) const {
-    return source(contexts, 0) + (c * stress_operations + n) * stress_slot;
-  }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t readable() const { return landing(contexts, 0); }
-  BELFRY_HOST_DEVICE constexpr std::uint64_t bytes() const { return readable() + stress_slot; }
-};
-
-__global__ void stress_kernel(DeviceComm comm, std::uint32_t window, std::uint64_t seed,
-                              std::uint64_t* fetched, Outcome* outcome) {
-  const std::uint32_t c = blockIdx.x;
-  Net net{comm, c};
-  const StressLayout at{net.ranks()};
-  const int me = net.rank();
-  for (std::uint32_t n = 0; n < stress_operations; ++n) {
-    const Step s = step_of(seed, net.ranks(), me, c, n);
-    const Place slot{window, at.slot(me, c, n)};
-    const Place source{window, at.source(c, n)};
-    Ticket ticket;
-    std::uint64_t value = 0;
-    switch (s.kind) {
-      case 0: ticket = net.put(this_warp, s.peer, slot, source, s.bytes, counter_inc{c}); break;
-      case 1:
-        ticket = net.put_value(this_warp, s.peer, slot, mix(seed, n, 0), counter_inc{c});
-        break;
-      case 2:
-        // Rows of 24 bytes, 64 apart there and 48 apart here.
-        ticket = net.put_2d(this_warp, s.peer, slot, 64, source, 48, 24, 16, counter_inc{c});
-        break;
-      case 3:
-        ticket = net.get(this_warp, s.peer, {window, at.landing(c, n)}, {window, at.readable()},
-                         s.bytes, counter_inc{c});
-        break;
-      case 4:
-        if (this_warp.leader()) {
-          note(outcome,
-               net.wait(net.fetch_add(s.peer, {window, at.add_word(me, c)}, s.add), value));
-          fetched[c * stress_operations + n] = value;
-        }
-        break;
-      case 5:
-        // Succeeds the first time and fails after: the word then holds another value.
-        if (this_warp.leader()) {
-          note(outcome,
-               net.wait(net.compare_swap(s.peer, {window, at.swap_word(me, c)}, 0, n + 1), value));
-          fetched[c * stress_operations + n] = value;
-        }
-        break;
-      default: ticket = net.signal(this_warp, s.peer, signal_add{8 + c, s.add}); break;
-    }
-    note(outcome, ticket.status);
-    if (n % 16 == 15) note(outcome, net.flush(this_warp, all_peers));
-  }
-  Barrier barrier{net, TeamKind::world, c};
-  note(outcome, barrier.arrive_and_wait(this_warp));
-}
-
-void stress(Comm& comm, std::uint64_t seed) {
+void stress(const Setting& setting, std::uint64_t seed) {
+  Comm& comm = setting.comm;
   const StressLayout at{comm.ranks()};
   const int me = comm.rank();
   Window window = comm.window(at.bytes());
+  Image image(setting, window);
   for (std::uint32_t c = 0; c < contexts; ++c) {
     for (std::uint32_t n = 0; n < stress_operations; ++n) {
-      fill(window.data() + at.source(c, n), stress_slot,
+      fill(image.data() + at.source(c, n), stress_slot,
            mix(5, static_cast<std::uint64_t>(me), c, n));
     }
   }
-  fill(window.data() + at.readable(), stress_slot, mix(6, static_cast<std::uint64_t>(me), 0));
+  fill(image.data() + at.readable(), stress_slot, mix(6, static_cast<std::uint64_t>(me), 0));
+  image.store();
   std::vector<std::uint64_t> signals;
   std::vector<std::uint64_t> counters;
   for (std::uint32_t c = 0; c < contexts; ++c) {
     signals.push_back(comm.read_signal(8 + c));
     counters.push_back(comm.read_counter(c));
   }
+  const Written<Outcome> outcome(setting.gpu, 1);
+  const Written<std::uint64_t> results(setting.gpu, contexts * stress_operations);
   comm.barrier();
-  Outcome outcome;
-  std::vector<std::uint64_t> fetched(contexts * stress_operations);
-  launch({.grid = contexts, .block = 32, .name = "stress"}, stress_kernel,
-         comm.device_comm({.contexts = contexts,
-                           .signals = 8 + contexts,
-                           .counters = contexts,
-                           .barriers = contexts}),
-         window.id(), seed, fetched.data(), &outcome)
-      .wait();
-  require_ok(static_cast<Status>(outcome.status), comm, "stress");
+  setting.kernels.stress(comm.device_comm({.contexts = contexts,
+                                           .signals = 8 + contexts,
+                                           .counters = contexts,
+                                           .barriers = contexts}),
+                         window.id(), seed, results.data(), outcome.data());
+  require_ok(static_cast<Status>(outcome.data()->status), comm, "stress");
   comm.barrier();
+  image.load();
+  const std::span<std::uint64_t> fetched = results.all();
   for (std::uint32_t c = 0; c < contexts; ++c) {
     // What this rank's own operations gave back.
     std::uint64_t counted = 0;
@@ -276,7 +219,7 @@ void stress(Comm& comm, std::uint64_t seed) {
       const std::string what = fmt::format("stress, context {} step {} to rank {}", c, n, s.peer);
       if (s.kind <= 3) ++counted;
       if (s.kind == 3) {
-        expect(window.data() + at.landing(c, n), s.bytes,
+        expect(image.data() + at.landing(c, n), s.bytes,
                mix(6, static_cast<std::uint64_t>(s.peer), 0), what);
       } else if (s.kind == 4) {
         expect_equal(got, added[p], what);
@@ -297,7 +240,7 @@ void stress(Comm& comm, std::uint64_t seed) {
         if (s.peer != me) continue;
         const std::string what = fmt::format("stress, step {} of rank {} context {}", n, from, c);
         const std::uint64_t source = mix(5, static_cast<std::uint64_t>(from), c, n);
-        const std::byte* slot = window.data() + at.slot(from, c, n);
+        const std::byte* slot = image.data() + at.slot(from, c, n);
         if (s.kind == 0) {
           expect(slot, s.bytes, source, what);
           for (std::uint64_t i = s.bytes; i < stress_slot; ++i) {
@@ -322,9 +265,9 @@ void stress(Comm& comm, std::uint64_t seed) {
           signalled += s.add;
         }
       }
-      expect_equal(*window.as<std::uint64_t>(at.add_word(from, c)), sum,
+      expect_equal(image.word(at.add_word(from, c)), sum,
                    fmt::format("stress, sum of rank {} context {}", from, c));
-      expect_equal(*window.as<std::uint64_t>(at.swap_word(from, c)), word,
+      expect_equal(image.word(at.swap_word(from, c)), word,
                    fmt::format("stress, swap of rank {} context {}", from, c));
     }
     expect_equal(comm.read_signal(8 + c) - signals[c], signalled,
@@ -335,49 +278,89 @@ void stress(Comm& comm, std::uint64_t seed) {
 
 struct Exchange {
   const char* name;
-  void (*run)(Comm&, std::uint64_t seed);
+  void (*run)(const Setting& setting, std::uint64_t seed);
   int times;
 };
 
-int exchange_as_rank() {
-  as_rank([](const std::shared_ptr<Bootstrap>& bootstrap) {
-    for (const Path path : {Path::lsa, Path::direct, Path::proxy}) {
-      CommOptions options;
-      options.path = path;
-      options.contexts = contexts;
-      const auto comm = Comm::create(bootstrap, options);
-      require_path(*comm, path);
-      if (comm->rank() == 0 && path == Path::lsa) {
-        std::printf("1. Exchanges inside kernels, %d ranks as processes, every byte checked\n",
-                    comm->ranks());
+// All exchanges on every path, as one rank.
+void exchange(const std::shared_ptr<Bootstrap>& bootstrap, CommOptions options,
+              const DemoKernels& kernels) {
+  const bool gpu = options.gpu >= 0;
+  options.contexts = contexts;
+  options.softnic.strict = true;
+  for (const Path path : {Path::lsa, Path::direct, Path::proxy}) {
+    options.path = path;
+    const Exchange exchanges[] = {
+        {"ring exchange, 4 KiB with a signal", ring, 1},
+        {"all-to-all, 0 to 64 KiB for every pair", alltoall, 5},
+        {"stress of 7 operations over 4 contexts", stress, 5},
+    };
+    for (const Exchange& exchange : exchanges) {
+      const std::uint64_t start = simt::now_ns();
+      for (int i = 0; i < exchange.times; ++i) {
+        // Signals only grow, so what counts from zero gets a communicator of its own.
+        const auto comm = Comm::create(bootstrap, options);
+        require_path(*comm, path);
+        exchange.run({*comm, gpu, kernels}, static_cast<std::uint64_t>(i) * 977);
       }
-      const Exchange exchanges[] = {
-          {"ring exchange, 4 KiB with a signal", ring, 1},
-          {"all-to-all, 0 to 64 KiB for every pair", alltoall, 5},
-          {"stress of 7 operations over 4 contexts", stress, 5},
-      };
-      for (const Exchange& exchange : exchanges) {
-        const std::uint64_t start = simt::now_ns();
-        for (int i = 0; i < exchange.times; ++i) {
-          // Signals only grow, so what counts from zero gets a communicator of its own.
-          const auto fresh = Comm::create(bootstrap, options);
-          exchange.run(*fresh, static_cast<std::uint64_t>(i) * 977);
-        }
-        if (comm->rank() == 0) {
-          std::printf("   %-7s %-42s %dx  ok  %6.1f ms\n", to_string(path), exchange.name,
-                      exchange.times, static_cast<double>(simt::now_ns() - start) / 1e6);
-          std::fflush(stdout);
-        }
+      if (bootstrap->rank() == 0) {
+        std::printf("   %-7s %-42s %dx  ok  %6.1f ms\n", to_string(path), exchange.name,
+                    exchange.times, static_cast<double>(simt::now_ns() - start) / 1e6);
+        std::fflush(stdout);
       }
     }
-  });
-  return 0;
+  }
 }
+
+#if defined(BELFRY_TOOL_HAS_GPU)
+
+// "latency.json": "latency-gpu.json"
+std::string beside(const std::string& json) {
+  if (json.empty()) return json;
+  const std::filesystem::path path(json);
+  return (path.parent_path() / (path.stem().string() + "-gpu" + path.extension().string()))
+      .string();
+}
+
+int demo_on_gpus(const std::string& json, const std::string& program) {
+  std::printf("\n4. The same by kernels of GPUs: %s\n", gpu_line(demo_ranks).c_str());
+  std::printf("   Exchanges, %d ranks as threads of one process, every byte checked\n", demo_ranks);
+  std::fflush(stdout);
+  as_ranks_in_threads(demo_ranks, [](const std::shared_ptr<Bootstrap>& bootstrap) {
+    exchange(bootstrap, gpu_options({}, Path::none, bootstrap->rank()), demo_kernels_on_gpu);
+  });
+  std::printf("\n5. ");
+  std::fflush(stdout);
+  BenchOptions options;
+  options.gpu = "on";
+  std::vector<std::string> latency{program, "bench", "latency", "--gpu", "on"};
+  if (!json.empty()) {
+    options.json = beside(json);
+    latency.insert(latency.end(), {"--json", options.json});
+  }
+  const int result = gpu_bench_latency(options, latency);
+  if (result != 0) return result;
+  std::printf("\n6. ");
+  std::fflush(stdout);
+  options.json.clear();
+  return gpu_bench_anatomy(options, {program, "bench", "anatomy", "--gpu", "on"});
+}
+
+#endif
 
 }  // namespace
 
 int demo(const std::string& json, const std::vector<std::string>& argv) {
-  if (seat()) return exchange_as_rank();
+  if (seat()) {
+    as_rank([](const std::shared_ptr<Bootstrap>& bootstrap) {
+      if (bootstrap->rank() == 0) {
+        std::printf("1. Exchanges inside kernels, %d ranks as processes, every byte checked\n",
+                    bootstrap->ranks());
+      }
+      exchange(bootstrap, {}, kernels_on_host);
+    });
+    return 0;
+  }
   check_writable(json);
   std::printf("belfry on %s\n\n", machine_line().c_str());
   std::fflush(stdout);
@@ -387,13 +370,19 @@ int demo(const std::string& json, const std::vector<std::string>& argv) {
   std::fflush(stdout);
   BenchOptions options;
   options.json = json;
-  std::vector<std::string> bench{argv.front(), "bench", "latency"};
+  std::vector<std::string> bench{argv.front(), "bench", "latency", "--gpu", "off"};
   if (!json.empty()) bench.insert(bench.end(), {"--json", json});
   result = bench_latency(options, bench);
   if (result != 0) return result;
   std::printf("\n3. ");
   std::fflush(stdout);
-  return bench_anatomy({}, {argv.front(), "bench", "anatomy"});
+  result = bench_anatomy({}, {argv.front(), "bench", "anatomy", "--gpu", "off"});
+#if defined(BELFRY_TOOL_HAS_GPU)
+  if (result == 0 && memory::gpu_support(0).empty()) {
+    result = demo_on_gpus(json, argv.front());
+  }
+#endif
+  return result;
 }
 
 }  // namespace belfry::tool

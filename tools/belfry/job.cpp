@@ -12,7 +12,10 @@
 #include <cstdlib>
 #include <cstring>
 #include <ctime>
+#include <exception>
+#include <filesystem>
 #include <fstream>
+#include <mutex>
 #include <thread>
 
 #include "belfry/status.hpp"
@@ -32,14 +35,17 @@ std::optional<int> seat() {
   return std::nullopt;
 }
 
+std::string this_program() {
+  std::error_code error;
+  const auto path = std::filesystem::read_symlink("/proc/self/exe", error);
+  return error ? "/proc/self/exe" : path.string();
+}
+
 int start_ranks(int ranks, const std::vector<std::string>& argv) {
   LaunchOptions options;
   options.ranks = ranks;
   options.argv = argv;
-  options.argv.front() = "/proc/self/exe";
-  std::vector<char> path(4096);
-  const ssize_t n = ::readlink("/proc/self/exe", path.data(), path.size());
-  if (n > 0) options.argv.front() = std::string(path.data(), static_cast<std::size_t>(n));
+  options.argv.front() = this_program();
   return run_ranks_as_processes(options);
 }
 
@@ -51,6 +57,28 @@ void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body) {
     bootstrap->fail(e.what());
     throw;
   }
+}
+
+void as_ranks_in_threads(int ranks, const std::function<void(std::shared_ptr<Bootstrap>)>& body) {
+  LocalGroup group(ranks);
+  std::mutex mutex;
+  std::exception_ptr first;
+  std::vector<std::thread> threads;
+  for (int rank = 0; rank < ranks; ++rank) {
+    threads.emplace_back([&, rank] {
+      try {
+        body(group.bootstrap(rank));
+      } catch (const std::exception& e) {
+        {
+          const std::lock_guard lock(mutex);
+          if (!first) first = std::current_exception();
+        }
+        group.fail(rank, e.what());
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (first) std::rethrow_exception(first);
 }
 
 std::uint64_t parse_size(const std::string& text) {
@@ -117,12 +145,20 @@ nlohmann::json machine() {
           {"gpu", "none: kernels run on the host executor"}};
 }
 
-std::string machine_line() {
-  const nlohmann::json m = machine();
-  return fmt::format("{}, {} cores, {}; {}", m["processor"].get<std::string>(),
-                     m["cores"].get<unsigned>(), m["kernel"].get<std::string>(),
-                     m["gpu"].get<std::string>());
+nlohmann::json machine_with(const std::string& gpus) {
+  nlohmann::json m = machine();
+  m.erase("executor");
+  m["gpu"] = gpus;
+  return m;
 }
+
+std::string host_line() {
+  const nlohmann::json m = machine();
+  return fmt::format("{}, {} cores, {}", m["processor"].get<std::string>(),
+                     m["cores"].get<unsigned>(), m["kernel"].get<std::string>());
+}
+
+std::string machine_line() { return host_line() + "; " + machine()["gpu"].get<std::string>(); }
 
 namespace {
 
@@ -175,6 +211,19 @@ void write_json(const std::string& file, const nlohmann::json& json) {
     if (part != file) ::unlink(part.c_str());
     cannot_write(file, error);
   }
+}
+
+TemporaryFolder::TemporaryFolder(const std::string& name)
+    : path_((std::filesystem::temp_directory_path() / (name + "-XXXXXX")).string()) {
+  if (::mkdtemp(path_.data()) == nullptr) {
+    throw Error(path_, std::strerror(errno), "a folder of its own",
+                "set TMPDIR to one that exists");
+  }
+}
+
+TemporaryFolder::~TemporaryFolder() {
+  std::error_code ignored;
+  std::filesystem::remove_all(path_, ignored);
 }
 
 void require_ranks(const Bootstrap& bootstrap, int ranks) {

@@ -13,11 +13,15 @@
 #include "belfry/comm.hpp"
 #include "belfry/platform.hpp"
 #include "belfry/status.hpp"
+#include "outcome.hpp"
 
 namespace belfry::tool {
 
 // The rank that this process has been given in a job (by `belfry run`, torchrun, ...), if any.
 std::optional<int> seat();
+
+// Where this very program is.
+std::string this_program();
 
 // Starts `ranks` copies of this very command line as the ranks of a job; returns the exit code.
 int start_ranks(int ranks, const std::vector<std::string>& argv);
@@ -25,20 +29,13 @@ int start_ranks(int ranks, const std::vector<std::string>& argv);
 // Runs `body` as one rank: a thrown error is told to the other ranks, and thrown on.
 void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body);
 
+// Runs `body` as each of `ranks` ranks, threads of this process; throws what was thrown first.
+void as_ranks_in_threads(int ranks, const std::function<void(std::shared_ptr<Bootstrap>)>& body);
+
 // "64K,1M" and "8" in bytes; throws belfry::Error that names the text and the form wanted.
 std::uint64_t parse_size(const std::string& text);
 std::vector<std::uint64_t> parse_sizes(const std::vector<std::string>& texts);
 std::string size_text(std::uint64_t bytes);
-
-// How a kernel tells the host that a wait did not end well.
-struct Outcome {
-  std::uint32_t status = 0;
-};
-BELFRY_DEVICE inline void note(Outcome* outcome, Status status) {
-  if (status != Status::ok) {
-    store<Order::relaxed, Scope::system>(&outcome->status, static_cast<std::uint32_t>(status));
-  }
-}
 
 struct Quantiles {
   double p50 = 0;
@@ -48,12 +45,27 @@ Quantiles quantiles(std::vector<double> values);
 
 // Machine, cores, date: what a figure must be read with.
 nlohmann::json machine();
+nlohmann::json machine_with(const std::string& gpus);  // kernels ran on those
 std::string machine_line();
+std::string host_line();  // without its GPU
 
 // Throws belfry::Error when the file cannot be written; before the work, so that nobody measures
 // for nothing. write_json() replaces the file at once or not at all.
 void check_writable(const std::string& file);
 void write_json(const std::string& file, const nlohmann::json& json);
+
+// A folder of its own, that goes with all that is in it. Throws belfry::Error.
+class TemporaryFolder {
+ public:
+  explicit TemporaryFolder(const std::string& name);
+  ~TemporaryFolder();
+  TemporaryFolder(const TemporaryFolder&) = delete;
+  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
+  const std::string& path() const { return path_; }
+
+ private:
+  std::string path_;
+};
 
 // Throws belfry::Error when a launcher started another number of ranks than is to be measured.
 void require_ranks(const Bootstrap& bootstrap, int ranks);

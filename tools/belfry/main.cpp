@@ -34,7 +34,7 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
       ->add_option("--path", o.paths,
                    "Paths to measure, with commas: host, triggered, proxy, direct, lsa; on GPUs "
                    "lsa, packets, "
-                   "direct, proxy. All by default.")
+                   "direct, proxy; rate: ring, direct. All by default.")
       ->delimiter(',');
   command->add_option(
       "--provider", o.provider,
@@ -59,6 +59,28 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
                    "otherwise; on, off.")
       ->capture_default_str()
       ->check(CLI::IsMember({"auto", "on", "off"}));
+}
+
+void add_compare_options(CLI::App* command, belfry::tool::CompareOptions& o) {
+  command->add_option("--peers", o.peers, "Peers to run, with commas: nvshmem, nccl; or none.")
+      ->capture_default_str()
+      ->delimiter(',');
+  command->add_option("--nvshmem", o.nvshmem,
+                      "bench/peers' nvshmem_peer; by default the one that was built with this.");
+  command->add_option("--nccl", o.nccl, "bench/peers' nccl_peer; likewise.");
+  command->add_option("--belfry", o.belfry, "The belfry that measures ours; this one by default.");
+  command->add_option("--rounds", o.rounds, "Rounds; each runs every program once.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 1000));
+  command->add_option("--deadline", o.deadline_s, "Seconds that one run of a program may take.")
+      ->capture_default_str()
+      ->check(CLI::Range(1, 86400));
+  command->add_option("--iterations", o.iterations,
+                      "Iterations per latency; chosen by size when left out.");
+  command->add_option("--json", o.json, "Also write the figures to this file.");
+  command->footer(
+      "A program that fails, hangs or writes no figures is named with what it said last and left "
+      "out\nfrom then on; the exit code is then 1. A bar that was not met is no failure.");
 }
 
 void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
@@ -194,7 +216,7 @@ int main(int argc, char** argv) {
   softnic_run->callback([&] { result = belfry::tool::softnic_run(nic); });
 
   CLI::App* bench =
-      app.add_subcommand("bench", "Measure: latency, bandwidth, rate, alltoall, anatomy.");
+      app.add_subcommand("bench", "Measure: latency, bandwidth, rate, alltoall, anatomy, compare.");
   bench->require_subcommand(1);
   BenchOptions options;
   struct Entry {
@@ -207,9 +229,11 @@ int main(int argc, char** argv) {
 #if defined(BELFRY_TOOL_HAS_GPU)
   constexpr auto gpu_latency = belfry::tool::gpu_bench_latency;
   constexpr auto gpu_bandwidth = belfry::tool::gpu_bench_bandwidth;
+  constexpr auto gpu_rate = belfry::tool::gpu_bench_rate;
+  constexpr auto gpu_anatomy = belfry::tool::gpu_bench_anatomy;
 #else
   constexpr int (*gpu_latency)(const BenchOptions&, const std::vector<std::string>&) = nullptr;
-  constexpr auto gpu_bandwidth = gpu_latency;
+  constexpr auto gpu_bandwidth = gpu_latency, gpu_rate = gpu_latency, gpu_anatomy = gpu_latency;
 #endif
   static const Entry entries[] = {
       {"latency",
@@ -218,12 +242,13 @@ int main(int argc, char** argv) {
        "4 B to 1 MiB by default.", belfry::tool::bench_latency, gpu_latency},
       {"bandwidth", "Bandwidth of puts from rank 0 to rank 1, per path and size.",
        "4 KiB to 4 MiB by default.", belfry::tool::bench_bandwidth, gpu_bandwidth},
-      {"rate", "Puts per second from rank 0 to rank 1, many in flight.", "8 B by default.",
-       belfry::tool::bench_rate, nullptr},
+      {"rate",
+       "Puts per second from rank 0 to rank 1, many in flight; on GPUs the command ring too.",
+       "8 B by default.", belfry::tool::bench_rate, gpu_rate},
       {"alltoall", "Time of an all-to-all among all ranks, per path and size per pair.",
        "8 B to 256 KiB by default.", belfry::tool::bench_alltoall, nullptr},
       {"anatomy", "Where the time of one 8-byte direct put goes, stage by stage.", "8 B only.",
-       belfry::tool::bench_anatomy, nullptr},
+       belfry::tool::bench_anatomy, gpu_anatomy},
   };
   for (const Entry& entry : entries) {
     CLI::App* command = bench->add_subcommand(entry.name, entry.help);
@@ -231,6 +256,14 @@ int main(int argc, char** argv) {
     command->callback(
         [&, entry] { result = on_gpu_or_host(options, arguments, entry.on_gpu, entry.function); });
   }
+
+  belfry::tool::CompareOptions comparison;
+  CLI::App* compare = bench->add_subcommand(
+      "compare",
+      "Ours and the peers' programs (bench/peers) on two GPUs, in turn in one run: medians, ratios "
+      "and the bars that belfry holds itself to.");
+  add_compare_options(compare, comparison);
+  compare->callback([&] { result = belfry::tool::bench_compare(comparison); });
 
   CLI::App* doctor = app.add_subcommand(
       "doctor", "What this machine has, what each path would use, and for every no the remedy.");

@@ -13,6 +13,7 @@
 
 #include "belfry/status.hpp"
 #include "commands.hpp"
+#include "job.hpp"
 
 namespace belfry::tool {
 
@@ -28,27 +29,6 @@ std::string library() {
   }
   return path.string();
 }
-
-// A folder that goes when the programs have ended.
-class TemporaryFolder {
- public:
-  TemporaryFolder() {
-    path_ = (std::filesystem::temp_directory_path() / "belfry-softnic-XXXXXX").string();
-    if (::mkdtemp(path_.data()) == nullptr) {
-      throw Error(path_, strerror(errno), "a folder of its own", "set TMPDIR to one that exists");
-    }
-  }
-  ~TemporaryFolder() {
-    std::error_code ignored;
-    std::filesystem::remove_all(path_, ignored);
-  }
-  TemporaryFolder(const TemporaryFolder&) = delete;
-  TemporaryFolder& operator=(const TemporaryFolder&) = delete;
-  const std::string& path() const { return path_; }
-
- private:
-  std::string path_;
-};
 
 volatile sig_atomic_t child = 0;
 void pass_on(int signal) {
@@ -94,7 +74,7 @@ int run_one(const std::vector<std::string>& argv,
 }  // namespace
 
 int softnic_run(const SoftnicOptions& options) {
-  const TemporaryFolder folder;
+  const TemporaryFolder folder("belfry-softnic");
   uverbs::Settings settings = options.settings;
   settings.sysfs = folder.path();
   if (!settings.log.empty()) settings.log = std::filesystem::absolute(settings.log).string();
