@@ -111,15 +111,44 @@ inline constexpr EachLane each_lane{};
 
 namespace detail {
 
+// What a thread has in flight at once, of whatever it copies: so many loads take as long as one.
+inline constexpr unsigned copies_at_once = 4;
+
 #if BELFRY_ON_GPU
 template <class Word, class Group>
 BELFRY_DEVICE void copy_words(const Group& group, std::byte* dst, const std::byte* src,
                               std::uint64_t bytes) {
   auto* to = reinterpret_cast<Word*>(dst);
   const auto* from = reinterpret_cast<const Word*>(src);
-  for (std::uint64_t i = group.rank(); i < bytes / sizeof(Word); i += group.size()) to[i] = from[i];
-  const std::uint64_t tail = bytes / sizeof(Word) * sizeof(Word);
-  for (std::uint64_t i = tail + group.rank(); i < bytes; i += group.size()) dst[i] = src[i];
+  const std::uint64_t words = bytes / sizeof(Word);
+  const std::uint64_t step = group.size();
+  for (std::uint64_t i = group.rank(); i < words; i += copies_at_once * step) {
+    Word word[copies_at_once];
+    BELFRY_UNROLL
+    for (unsigned k = 0; k < copies_at_once; ++k) {
+      if (i + k * step < words) word[k] = from[i + k * step];
+    }
+    BELFRY_UNROLL
+    for (unsigned k = 0; k < copies_at_once; ++k) {
+      if (i + k * step < words) to[i + k * step] = word[k];
+    }
+  }
+  // What is left, by as few accesses as its size allows: byte by byte, one thread would wait for
+  // eight loads, one after the other, to copy eight bytes.
+  if (words * sizeof(Word) != bytes && group.leader()) {
+    std::uint64_t at = words * sizeof(Word);
+    const auto copy = [&](auto part) {
+      if (sizeof(Word) > sizeof part && (bytes & sizeof part) != 0) {
+        *reinterpret_cast<decltype(part)*>(dst + at) =
+            *reinterpret_cast<const decltype(part)*>(src + at);
+        at += sizeof part;
+      }
+    };
+    copy(std::uint64_t{});
+    copy(std::uint32_t{});
+    copy(std::uint16_t{});
+    copy(std::uint8_t{});
+  }
 }
 #endif
 

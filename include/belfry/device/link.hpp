@@ -27,7 +27,14 @@ class LinkSet {
         dst_window_(dst_window),
         src_window_(src_window),
         route_(net.route_to(peer)),
-        entries_(net.look_up(peer, dst_window, src_window, post::Needs{true, true, true})) {}
+        entries_(net.look_up(peer, dst_window, src_window, post::Needs{true, true, true})) {
+    if constexpr (Paths.has(Path::lsa)) {
+      stores_ = net.usable_ && entries_.failure == ErrorReason::none && route_.lsa != 0 &&
+                entries_.to.lsa != nullptr && entries_.control.lsa != nullptr &&
+                entries_.dst.valid != 0 && entries_.src.valid != 0 &&
+                dst_window != control_window && src_window != control_window;
+    }
+  }
   BELFRY_DEVICE LinkSet(const NetSet<Paths>& net, int peer, std::uint32_t window)
       : LinkSet(net, peer, window, window) {}
 
@@ -83,6 +90,16 @@ class LinkSet {
   BELFRY_DEVICE Ticket put_packet(const Group& group, std::uint64_t dst_offset,
                                   std::uint64_t src_offset, std::uint64_t bytes,
                                   std::uint32_t tag) {
+    if constexpr (Paths.has(Path::lsa)) {
+      if (stores_ && bytes % 4 == 0 && src_offset % 4 == 0 && dst_offset % 8 == 0 &&
+          post::inside(dst_offset, packet_bytes(bytes), entries_.dst.bytes) &&
+          post::inside(src_offset, bytes, entries_.src.bytes)) {
+        net_.store_packets(group, reinterpret_cast<std::uint64_t*>(entries_.to.lsa + dst_offset),
+                           reinterpret_cast<const std::uint32_t*>(entries_.src.local + src_offset),
+                           bytes / 4, tag);
+        return {};
+      }
+    }
     return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
                              {src_window_, src_offset}, bytes, tag, alone_ ? &sole_ : nullptr);
   }
@@ -99,9 +116,29 @@ class LinkSet {
   BELFRY_DEVICE BELFRY_INLINE Ticket run(const Group& group, const queue::Command& c,
                                          bool pay_fence) {
     static_assert(!std::is_same_v<Group, EachLane>, "each_lane posts through Net");
-    return net_.carry_out(group, peer_, c, route_,
-                          net_.usable_ ? net_.resolve(entries_, c) : post::Resolved{}, pay_fence,
-                          post::Doorbell::now, alone_ ? &sole_ : nullptr);
+    using How = typename NetSet<Paths>::How;
+    post::Resolved resolved;
+    How how = How::none;
+    if (Paths.has(Path::lsa) && stores_ && inside(c)) {
+      resolved.lsa = entries_.to.lsa + c.dst_offset;
+      resolved.local.address = reinterpret_cast<std::uintptr_t>(entries_.src.local) + c.src_offset;
+      resolved.lsa_signal = reinterpret_cast<std::uint64_t*>(entries_.control.lsa) + c.signal_id;
+      how = How::stores;
+    } else if (net_.usable_) {
+      resolved = net_.resolve(entries_, c);
+      how = net_.choose(route_, c, resolved);
+    }
+    return net_.carry_out(group, peer_, c, route_, resolved, how, pay_fence, post::Doorbell::now,
+                          alone_ ? &sole_ : nullptr);
+  }
+
+  // What is left to test of an operation by stores: where it goes and whom it tells. Whatever does
+  // not pass takes the long way, which finds out why.
+  BELFRY_DEVICE BELFRY_INLINE bool inside(const queue::Command& c) const {
+    return post::inside(c.dst_offset, c.bytes, entries_.dst.bytes) &&
+           post::inside(c.src_offset, c.bytes, entries_.src.bytes) &&
+           (c.signal_op == queue::SignalOp::none || c.signal_id < net_.comm_.signals) &&
+           (!c.has_counter || c.counter_id < net_.comm_.counters);
   }
 
   const NetSet<Paths>& net_;
@@ -109,6 +146,7 @@ class LinkSet {
   std::uint32_t dst_window_, src_window_;
   Route route_;
   post::Entries entries_;
+  bool stores_ = false;  // peer and windows are all reached by stores
   bool alone_ = false;
   queue::SolePoster sole_;
 };

@@ -461,6 +461,7 @@ class NetSet {
 
   BELFRY_DEVICE BELFRY_INLINE static How choose(const Route& r, const queue::Command& c,
                                                 const post::Resolved& resolved) {
+    if (resolved.failure != ErrorReason::none) return How::none;
     if (by_stores(r, c, resolved)) return How::stores;
     if constexpr (Paths.has(Path::direct)) {
       if (r.nic == Path::direct) return How::direct;
@@ -476,16 +477,16 @@ class NetSet {
                                        bool pay_fence, post::Doorbell doorbell) const {
     const Route r = route_to(peer);
     const post::Entries entries = look_up(peer, c.dst_window, c.src_window, post::needs(c));
-    return carry_out(group, peer, c, r, usable_ ? resolve(entries, c) : post::Resolved{}, pay_fence,
-                     doorbell);
+    const post::Resolved resolved = usable_ ? resolve(entries, c) : post::Resolved{};
+    return carry_out(group, peer, c, r, resolved, choose(r, c, resolved), pay_fence, doorbell);
   }
 
   // `sole`: the caller is the queue's only poster.
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket carry_out(const Group& group, int peer,
                                                const queue::Command& c, const Route& r,
-                                               const post::Resolved& resolved, bool pay_fence,
-                                               post::Doorbell doorbell,
+                                               const post::Resolved& resolved, How how,
+                                               bool pay_fence, post::Doorbell doorbell,
                                                queue::SolePoster* sole = nullptr) const {
     constexpr bool lanes = std::is_same_v<Group, EachLane>;
     Ticket ticket;
@@ -493,13 +494,12 @@ class NetSet {
       ticket.status = Status::failed;
       return ticket;
     }
-    ErrorReason failure = resolved.failure;
-    std::uint64_t detail = resolved.detail;
-    const How how = failure == ErrorReason::none ? choose(r, c, resolved) : How::none;
     // Lanes that were named as calling together may still be carried out in different ways.
     [[maybe_unused]] unsigned alike = 0;
     if constexpr (lanes) alike = __match_any_sync(group.together(), static_cast<unsigned>(how));
     if (how == How::none) {
+      ErrorReason failure = resolved.failure;
+      std::uint64_t detail = resolved.detail;
       if (failure == ErrorReason::none && r.nic == Path::proxy && !fits_command(c)) {
         failure = ErrorReason::bad_argument;
         detail = c.dst_pitch > c.src_pitch ? c.dst_pitch : c.src_pitch;
@@ -825,7 +825,7 @@ class NetSet {
 
   // ---- packets ----
 
-  static constexpr unsigned packets_at_once = 4;  // 16-byte loads of one thread
+  static constexpr unsigned packets_at_once = detail::copies_at_once;  // pairs of them, of a thread
 
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket send_packets(const Group& group, int peer, const Route& r,
@@ -853,13 +853,11 @@ class NetSet {
       return ticket;
     }
     const auto* words = reinterpret_cast<const std::uint32_t*>(entries.src.local + src.offset);
-    group.sync();
     if (by_stores(r, c, resolved)) {
       store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words, bytes / 4, tag);
-      // The ticket is complete: nobody may still read the source when a member reuses it.
-      group.sync();
       return ticket;
     }
+    group.sync();
     if (group.leader()) ticket = post_packets(peer, c, resolved, words, bytes / 4, tag, sole);
     return group.broadcast(ticket);
   }
@@ -946,15 +944,33 @@ class NetSet {
   BELFRY_DEVICE static void store_packets(const Group& group, std::uint64_t* out,
                                           const std::uint32_t* words, std::uint64_t count,
                                           std::uint32_t tag) {
+    // Members may read what others wrote to the source.
+    group.sync();
     const std::uint64_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
     auto* out_pairs = reinterpret_cast<Word16*>(out);
-    for (std::uint64_t i = group.rank(); i < pairs; i += group.size()) {
-      store_word16(out_pairs + i,
-                   {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
+    const std::uint64_t step = group.size();
+    for (std::uint64_t first = group.rank(); first < pairs; first += packets_at_once * step) {
+      std::uint32_t word[2 * packets_at_once];
+      BELFRY_UNROLL
+      for (unsigned k = 0; k < packets_at_once; ++k) {
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        word[2 * k] = words[2 * i];
+        word[2 * k + 1] = words[2 * i + 1];
+      }
+      BELFRY_UNROLL
+      for (unsigned k = 0; k < packets_at_once; ++k) {
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        store_word16(out_pairs + i,
+                     {detail::packet(word[2 * k], tag), detail::packet(word[2 * k + 1], tag)});
+      }
     }
     for (std::uint64_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
       store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
     }
+    // The ticket is complete: nobody may still read the source when a member reuses it.
+    group.sync();
   }
 
   // ---- packets over a NIC ----
