@@ -225,6 +225,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void count_entries(std::uint64_t change);
   void write_word(std::uint64_t* word, std::uint64_t value) const;
   void check_stream_deadlines();
+  void add_streams(std::vector<std::string>& lines);
   // Whether a stream still watches a completion entry that request `cqe_index` would use.
   bool is_watched(const queue::SendQueue& queue, std::uint64_t cqe_index);
   static std::string sentence(const ErrorRecord& record);

@@ -200,6 +200,7 @@ Health Comm::health() {
     health.failed_peer = record->peer;
   }
   self.add_pending(health.pending);
+  self.add_streams(health.pending);
   // No atomic of the library under the lock: in the seeded mode another task may run there, and
   // the poller wants the lock too.
   const std::lock_guard guard(self.notes_mutex);

@@ -381,4 +381,33 @@ void Comm::Implementation::write_word(std::uint64_t* word, std::uint64_t value) 
   memory::copy_to_gpu(gpu->device, word, &value, sizeof(value));
 }
 
+// What streams wait for, for whoever looks at a hang.
+void Comm::Implementation::add_streams(std::vector<std::string>& lines) {
+  const std::lock_guard guard(lanes_lock);
+  for (const Lane& lane : lanes) {
+    if (lane.entries.empty()) continue;
+    const StreamEntry& oldest = lane.entries.front();
+    std::string what;
+    switch (oldest.kind) {
+      case StreamEntry::Kind::post:
+        what = fmt::format("{} to rank {}{}", to_string(oldest.command.operation), oldest.peer,
+                           oldest.posted ? ", posted" : "");
+        break;
+      case StreamEntry::Kind::trigger:
+      case StreamEntry::Kind::cqe:
+        what = fmt::format("the wait for request {} to rank {}", oldest.request.cqe_index,
+                           oldest.peer);
+        break;
+      case StreamEntry::Kind::signal:
+        what = fmt::format("the wait for signal {} to be {}", oldest.signal - view.local_signals,
+                           oldest.at_least);
+        break;
+    }
+    lines.push_back(
+        fmt::format("stream {}: {} under way, the oldest number {}, {}; it has come to number {}",
+                    lane.stream.value_or(0), lane.entries.size(), oldest.number, what,
+                    load<Order::relaxed, Scope::system>(&lane.words->asked)));
+  }
+}
+
 }  // namespace belfry

@@ -53,6 +53,19 @@ struct Device {
 };
 constexpr std::size_t staging_bytes = 1 << 20;
 
+// With the device's lock held, and the device current. Of the highest priority, since those streams
+// have hardware queues of their own: a user's stream that waits for a word holds up its queue.
+cudaStream_t stream_of(Device& d, const std::string& thing) {
+  const char* const remedy = "see the first error of this process";
+  if (d.stream == nullptr) {
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), thing, remedy);
+    check(cudaStreamCreateWithPriority(&d.stream, cudaStreamNonBlocking, greatest), thing, remedy);
+    check(cudaHostAlloc(&d.staging, staging_bytes, cudaHostAllocPortable), thing, remedy);
+  }
+  return d.stream;
+}
+
 // Never destroyed: blocks may go after the statics.
 Device& device_of(int device) {
   static auto* mutex = new std::mutex;
@@ -71,10 +84,7 @@ void copy(int device, void* target, const void* source, std::size_t bytes, bool 
   const std::string thing =
       fmt::format("a copy of {} bytes {} GPU {}", bytes, to_gpu ? "to" : "from", device);
   const char* const remedy = "see the first error of this process";
-  if (d.stream == nullptr) {
-    check(cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking), thing, remedy);
-    check(cudaHostAlloc(&d.staging, staging_bytes, cudaHostAllocPortable), thing, remedy);
-  }
+  const cudaStream_t stream = stream_of(d, thing);
   // Through pinned memory: a copy of pageable memory may wait for more than its own stream.
   for (std::size_t at = 0; at < bytes; at += staging_bytes) {
     const std::size_t n = std::min(staging_bytes, bytes - at);
@@ -82,9 +92,9 @@ void copy(int device, void* target, const void* source, std::size_t bytes, bool 
     const auto* from = static_cast<const std::byte*>(source) + at;
     if (to_gpu) std::memcpy(d.staging, from, n);
     check(cudaMemcpyAsync(to_gpu ? static_cast<void*>(to) : d.staging, to_gpu ? d.staging : from, n,
-                          cudaMemcpyDefault, d.stream),
+                          cudaMemcpyDefault, stream),
           thing, remedy);
-    check(cudaStreamSynchronize(d.stream), thing, remedy);
+    check(cudaStreamSynchronize(stream), thing, remedy);
     if (!to_gpu) std::memcpy(to, d.staging, n);
   }
 }
@@ -151,12 +161,10 @@ GpuBlock::GpuBlock(int device, std::size_t bytes)
     }
     check(code, thing, "see the first error of this process");
   }
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), thing, "free some streams");
-  cudaError_t code = cudaMemsetAsync(data_, 0, bytes_, stream);
-  if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
-  (void)cudaStreamDestroy(stream);
-  check(code, thing, "see the first error of this process");
+  const std::lock_guard guard(d.mutex);
+  const cudaStream_t stream = stream_of(d, thing);
+  check(cudaMemsetAsync(data_, 0, bytes_, stream), thing, "see the first error of this process");
+  check(cudaStreamSynchronize(stream), thing, "see the first error of this process");
 }
 
 void GpuBlock::give_back() noexcept {

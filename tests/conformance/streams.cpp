@@ -366,6 +366,12 @@ TEST_P(Streams, an_abort_lets_streams_go_on) {
                             over.is_told(*stream, 2);
                             linger(GetParam());
                             EXPECT_EQ(over.value(), 0u);
+                            const Health health = comm.health();
+                            EXPECT_EQ(std::count_if(health.pending.begin(), health.pending.end(),
+                                                    [](const auto& line) {
+                                                      return line.starts_with("stream 1: ");
+                                                    }),
+                                      1);
                             comm.abort("a test");
                             EXPECT_TRUE(eventually([&] { return over.value() == 2; }));
                             EXPECT_EQ(comm.wait(lost), Status::aborted);
