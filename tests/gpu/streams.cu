@@ -499,16 +499,49 @@ void host_by_the_cpu(Rank& r) {
   r.comm->barrier();
 }
 
-// A kernel of another stream fills some of the GPU and does not end: nothing may wait for it.
+// A kernel of another stream that runs until it is told.
+class Neighbour {
+ public:
+  Neighbour(cudaStream_t stream, std::uint64_t deadline_ns) : stream_(stream) {
+    enqueue(stream, stay, words_.data(), words_.data() + 1, deadline_ns);
+  }
+  // Also when a test fails: else it would be there in the next one.
+  ~Neighbour() {
+    tell();
+    (void)ends_within_quietly(stream_);
+  }
+  Neighbour(const Neighbour&) = delete;
+  Neighbour& operator=(const Neighbour&) = delete;
+
+  std::uint64_t said() const { return load<Order::relaxed, Scope::system>(words_.data() + 1); }
+  void tell() { store<Order::relaxed, Scope::system>(words_.data(), 1u); }
+  // Tells it to end; it must have run until now.
+  void end(Comm& comm) {
+    require(said() == 1,
+            "the other kernel should be running still; it says " + std::to_string(said()));
+    tell();
+    drain(comm, stream_, "the other kernel");
+    require(said() == 2, "the other kernel says " + std::to_string(said()));
+  }
+
+ private:
+  static bool ends_within_quietly(cudaStream_t stream) {
+    try {
+      return ends_within(stream, 2s);
+    } catch (const Error&) {
+      return false;
+    }
+  }
+
+  cudaStream_t stream_;
+  memory::PinnedArray<std::uint64_t> words_{2};
+};
+
+// Nothing may wait for it.
 void host_beside_a_running_kernel(Rank& r) {
-  const memory::PinnedArray<std::uint64_t> words(2);
-  enqueue(r.streams[1], stay, words.data(), words.data() + 1, 40'000'000'000ull);
+  Neighbour neighbour(r.streams[1], 40'000'000'000ull);
   host_in_stream_order(r, false);
-  require(load<Order::relaxed, Scope::system>(words.data() + 1) == 1,
-          "the other kernel should be running still; it says " + std::to_string(words[1]));
-  store<Order::relaxed, Scope::system>(words.data(), 1u);
-  drain(*r.comm, r.streams[1], "the other kernel");
-  require(words[1] == 2, "the other kernel says " + std::to_string(words[1]));
+  neighbour.end(*r.comm);
   r.comm->barrier();
 }
 
@@ -680,15 +713,14 @@ void abort_ends_waits(Rank& r) {
 
 void deadline_ends_waits(Rank& r) {
   const OnStream on = r.comm->on(r.streams[0]);
-  const memory::PinnedArray<std::uint64_t> words(2);
   r.comm->barrier();
   if (r.rank == 0) {
     // Longer than the deadline, which does not count before the stream is there.
-    enqueue(r.streams[0], stay, words.data(), words.data() + 1, 10'000'000'000ull);
+    Neighbour neighbour(r.streams[0], 10'000'000'000ull);
     on.wait_signal(5, 1);
     std::this_thread::sleep_for(1500ms);
     require(r.comm->health().status == Status::ok, "too early: " + text_of(*r.comm));
-    store<Order::relaxed, Scope::system>(words.data(), 1u);
+    neighbour.tell();
     require(ends_within(r.streams[0], 10s), "the stream waits on past the deadline");
     const auto error = r.comm->error();
     require(error && error->reason == ErrorReason::stream_timeout, text_of(*r.comm));
@@ -826,11 +858,10 @@ void two_communicators(Rank& r, Path other_path, ExchangeKernel kernel,
   watch().is_at(r.rank, "the second communicator");
   const auto other = Comm::create(std::shared_ptr<Bootstrap>(r.second->bootstrap(r.rank)), options);
   Comm& comm = *r.comm;
-  const memory::PinnedArray<std::uint64_t> words(2);
   const Running a = make_exchange(r, comm, 5000, 300, r.streams[0]);
   const Running b = make_exchange(r, *other, 777, 300, r.streams[1]);
   comm.barrier();
-  enqueue(r.streams[2], stay, words.data(), words.data() + 1, 60'000'000'000ull);
+  Neighbour neighbour(r.streams[2], 60'000'000'000ull);
   if (r.rank == 0) start(a, comm, kernel, r.streams[0]);
   start(b, *other, other_kernel, r.streams[1]);
   drain(*other, r.streams[1], "the second communicator's kernel beside two that run");
@@ -847,11 +878,7 @@ void two_communicators(Rank& r, Path other_path, ExchangeKernel kernel,
   drain(*other, r.streams[1], "the second communicator's kernel");
   require_result((*a.result)[0], a.job.rounds, "the first communicator");
   require_result((*b.result)[0], 2ull * b.job.rounds, "the second communicator");
-  require(load<Order::relaxed, Scope::system>(words.data() + 1) == 1,
-          "the third kernel should be running still; it says " + std::to_string(words[1]));
-  store<Order::relaxed, Scope::system>(words.data(), 1u);
-  drain(comm, r.streams[2], "the third kernel");
-  require(words[1] == 2, "the third kernel says " + std::to_string(words[1]));
+  neighbour.end(comm);
   require_health(r);
   require(other->health().error.empty(), text_of(*other));
   comm.barrier();
