@@ -383,6 +383,7 @@ class CudaStreamExecutor final : public StreamExecutor {
 
   void append(std::span<const StreamStep> steps) override {
     const OnDevice on(device_);
+    check(cudaSetDevice(device_), thing_, "see `belfry doctor`");  // binds the driver's calls, too
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(stream_, &capture), thing_, "pass a stream that lives");
     if (capture != cudaStreamCaptureStatusNone) {
