@@ -216,6 +216,7 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   StreamTicket give(StreamExecutor& executor, StreamEntry entry, const Steps& steps);
   Lane& lane_of(std::uint64_t stream);
   bool serve_streams();
+  void stop_watching(const LaneWords& own, std::uint64_t number);
   bool begin_posts(Lane& lane);
   bool retire(Lane& lane);
   bool post_for_stream(StreamEntry& entry);

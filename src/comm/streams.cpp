@@ -166,15 +166,23 @@ void OnStream::wait(const Trigger& trigger) const {
   entry.peer = trigger.peer;
   entry.request = trigger;
   self.give(*executor_, std::move(entry), [&](LaneWords& words, std::uint64_t number) {
-    // Asked after the entry was noted, from when on the place of the CQE is not used again.
-    if (reached(load<Order::acquire, Scope::system>(&trigger.send->completed), trigger.end)) {
-      return std::vector{says(words.asked, number), says(words.passed, number)};
-    }
-    if (trigger.cqe == nullptr) {
+    // Looked at after the entry was noted, from when on the place of the CQE is not used again.
+    // What has completed needs no watching, and its place may be anybody's.
+    const bool over =
+        reached(load<Order::acquire, Scope::system>(&trigger.send->completed), trigger.end);
+    if (over) self.stop_watching(words, number);
+    if (over || trigger.cqe == nullptr) {
       return std::vector{says(words.asked, number), {Kind::at_least64, &words.done, number}};
     }
     return std::vector{says(words.asked, number), watches(trigger), says(words.passed, number)};
   });
+}
+
+void Comm::Implementation::stop_watching(const LaneWords& own, std::uint64_t number) {
+  const std::lock_guard guard(lanes_lock);
+  for (StreamEntry& entry : lanes[static_cast<std::size_t>(&own - lane_words)].entries) {
+    if (entry.number == number) entry.kind = StreamEntry::Kind::trigger;
+  }
 }
 
 OnStream Comm::on(CudaStream stream) {
@@ -282,7 +290,10 @@ bool Comm::Implementation::is_over(const Lane& lane, StreamEntry& entry) {
       return complete;
     }
     case StreamEntry::Kind::trigger:
-      return reached(load<Order::acquire, Scope::system>(&entry.request.send->completed),
+      // Not before the stream is there: the lane could become another's, and the number that this
+      // one is yet to store would take that one's back.
+      return load<Order::acquire, Scope::system>(&lane.words->asked) >= entry.number &&
+             reached(load<Order::acquire, Scope::system>(&entry.request.send->completed),
                      entry.request.end);
     case StreamEntry::Kind::cqe:
     case StreamEntry::Kind::signal: break;

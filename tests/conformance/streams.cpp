@@ -338,6 +338,46 @@ TEST_P(Streams, more_streams_than_lanes_are_served_in_turn) {
             "");
 }
 
+TEST_P(Streams, a_lane_is_its_streams_until_that_has_come_past_all_it_was_given) {
+  EXPECT_EQ(run_world(world(GetParam(), Path::triggered),
+                      [&](Comm& comm) {
+                        const Window window = comm.window(64);
+                        comm.barrier();
+                        if (comm.rank() == 0) {
+                          const Trigger over =
+                              comm.prepare(0, 1, {op::put_value(window.at(0), 1u)});
+                          EXPECT_EQ(comm.fire(over), Status::ok);
+                          EXPECT_EQ(comm.wait(over), Status::ok);
+                          Gate gate;
+                          std::vector<std::shared_ptr<HostStream>> late;
+                          for (std::uint64_t id = 1; id <= 64; ++id) {
+                            late.push_back(HostStream::make(id));
+                            gate.holds(*late.back(), 1);
+                            comm.on(late.back()).wait(over);
+                          }
+                          linger(GetParam());
+                          const OnStream one_more = comm.on(HostStream::make(65));
+                          EXPECT_THROW((void)one_more.signal(1, signal_inc{0}), Error);
+                          gate.open(1);
+                          EXPECT_TRUE(eventually([&] {
+                            return std::all_of(late.begin(), late.end(),
+                                               [](const auto& s) { return s->idle(); });
+                          }));
+                          EXPECT_EQ(comm.wait(one_more.signal(1, signal_inc{0})), Status::ok);
+                          // Requests whose entries nobody watches any more make room.
+                          for (int i = 0; i < 6; ++i) {
+                            const Trigger t = comm.prepare(0, 1, {op::signal(signal_inc{1})});
+                            EXPECT_EQ(comm.fire(t), Status::ok);
+                          }
+                        } else {
+                          EXPECT_EQ(comm.wait_signal(0, 1), Status::ok);
+                          EXPECT_EQ(comm.wait_signal(1, 6), Status::ok);
+                        }
+                        comm.barrier();
+                      }),
+            "");
+}
+
 // Everything that a stream can wait for, and none of it ever comes.
 void enqueue_waits(Comm& comm, const Window& window, HostStream& stream, const OnStream& on,
                    Gate& over, bool triggered) {
