@@ -17,7 +17,7 @@ import tempfile
 ROWS = [
     [("platform", ["include/belfry/platform.hpp", "include/belfry/status.hpp",
                    "include/belfry/simt.hpp", "include/belfry/wait.hpp",
-                   "include/belfry/kernel.hpp"])],
+                   "include/belfry/kernel.hpp", "include/belfry/stream.hpp"])],
     [("mlx5", ["include/belfry/mlx5/"])],
     [("queue", ["include/belfry/queue/"])],
     [("device", ["include/belfry/device/"])],

@@ -9,12 +9,14 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "belfry/bootstrap.hpp"
 #include "belfry/device/device_comm.hpp"
 #include "belfry/device/operation.hpp"
 #include "belfry/device/trigger.hpp"
+#include "belfry/stream.hpp"
 
 namespace belfry {
 
@@ -106,6 +108,12 @@ struct HostTicket {
   Status status = Status::ok;
 };
 
+// An operation that the CPU posts when a stream gets there.
+struct StreamTicket {
+  std::uint32_t lane = 0;
+  std::uint64_t number = 0;  // 0: of nothing, and over
+};
+
 // One part of a group of prepared requests.
 struct Prepared {
   int peer;
@@ -128,6 +136,51 @@ struct Health {
   std::vector<int> not_in_kernel;    // ranks that have not entered a kernel yet
   std::vector<std::string> pending;  // queues with operations in flight, one line each
   std::vector<std::string> reports;  // what the NIC complained about, since the last call
+};
+
+// A communicator's calls in the order of one stream. Each is enqueued and returns; it takes effect
+// when the stream gets there, and what it waits for holds up the stream. No call, and nothing that
+// the communicator does for it later, waits for a kernel. They throw belfry::Error for what cannot
+// be. When the communicator has failed or was aborted, waits in streams end, as they do when the
+// deadline passes, which is a failure here (reason stream_timeout): what follows in the stream
+// then runs, and Comm::health() tells. Any thread. Streams must have come past what they were
+// given before the communicator ends; it waits for what the CPU posts.
+class OnStream {
+ public:
+  // ---- path host: the CPU posts ----
+
+  // As Comm::post(); not fetching atomics. Operations of one stream are posted in its order.
+  StreamTicket post(int peer, const queue::Command& operation) const;
+  template <class... Extra>
+  StreamTicket put(int peer, Place dst, Place src, std::uint64_t bytes, Extra... extra) const {
+    return post(peer, op::put(dst, src, bytes, extra...));
+  }
+  template <class... Extra>
+  StreamTicket get(int peer, Place dst, Place src, std::uint64_t bytes, Extra... extra) const {
+    return post(peer, op::get(dst, src, bytes, extra...));
+  }
+  template <class... Extra>
+  StreamTicket signal(int peer, Extra... extra) const {
+    return post(peer, op::signal(extra...));
+  }
+  // Until the operation has completed. Of any stream of this communicator, given there already.
+  void wait(const StreamTicket& ticket) const;
+  void wait_signal(std::uint32_t id, std::uint64_t at_least) const;
+
+  // ---- path triggered: the stream rings ----
+
+  // What comes before on its queue must have been fired, or given to a stream, by now: the request
+  // is claimed here, and an Error says so when it is another's turn or somebody has claimed it.
+  void fire(const Trigger& trigger) const;
+  // By its completion entry; with a collapsed CQ, when the CPU has seen it.
+  void wait(const Trigger& trigger) const;
+
+ private:
+  friend class Comm;
+  OnStream(Comm& comm, std::shared_ptr<StreamExecutor> executor)
+      : comm_(&comm), executor_(std::move(executor)) {}
+  Comm* comm_;
+  std::shared_ptr<StreamExecutor> executor_;
 };
 
 class Comm {
@@ -198,6 +251,15 @@ class Comm {
   Status fire(const Trigger& trigger);
   Status wait(const Trigger& trigger);
 
+  // ---- in the order of a stream ----
+
+  // Of the communicator's GPU; it must not be captured meanwhile. Lives no longer than the
+  // communicator.
+  OnStream on(CudaStream stream);
+  OnStream on(std::shared_ptr<StreamExecutor> executor);
+  // The CPU waits until what a stream asked for has completed.
+  Status wait(const StreamTicket& ticket);
+
   // ---- the whole ----
 
   // All ranks; through the bootstrap. Throws when a rank is lost.
@@ -221,6 +283,7 @@ class Comm {
   std::vector<TraceEvent> take_trace();
 
  private:
+  friend class OnStream;
   friend class Window;
   struct Implementation;
   explicit Comm(std::shared_ptr<Implementation> implementation);

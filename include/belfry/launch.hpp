@@ -72,7 +72,8 @@ bool launch_done(const LaunchState& state);
 inline namespace on_host {
 #endif
 
-// A started kernel. Movable; one owner.
+// A started kernel. Movable; one owner. Of a kernel that went into a graph, from a stream that is
+// being captured, there is nothing to wait for: the graph's launches are.
 class Launch {
  public:
   Launch() = default;
@@ -127,16 +128,16 @@ inline void check_cuda(cudaError_t code, const std::string& thing, const char* r
 }
 
 inline void Launch::wait() {
-  if (!state_) return;
+  if (!state_ || state_->event == nullptr) return;
   check_cuda(cudaEventSynchronize(state_->event), state_->name, "run it under compute-sanitizer");
 }
 
 inline bool Launch::done() const {
-  return !state_ || cudaEventQuery(state_->event) != cudaErrorNotReady;
+  return !state_ || state_->event == nullptr || cudaEventQuery(state_->event) != cudaErrorNotReady;
 }
 
 inline void Launch::finish() noexcept {
-  if (state_) (void)cudaEventSynchronize(state_->event);
+  if (state_ && state_->event != nullptr) (void)cudaEventSynchronize(state_->event);
   state_.reset();
 }
 
@@ -201,10 +202,16 @@ requires(sizeof...(Params) == sizeof...(Args) &&
   cuda.stream = config.stream;
   cuda.attrs = &attribute;
   cuda.numAttrs = config.cooperative ? 1 : 0;
-  check(cudaEventCreateWithFlags(&state->event, cudaEventDisableTiming), "free some events");
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  check(cudaStreamIsCapturing(config.stream, &capture), "check the stream");
+  // To ask after a captured event would end the capture.
+  const bool waitable = capture == cudaStreamCaptureStatusNone;
+  if (waitable) {
+    check(cudaEventCreateWithFlags(&state->event, cudaEventDisableTiming), "free some events");
+  }
   check(cudaLaunchKernelEx(&cuda, kernel, static_cast<Params>(std::forward<Args>(args))...),
         "check the grid, the block and the shared memory size");
-  check(cudaEventRecord(state->event, config.stream), "check the stream");
+  if (waitable) check(cudaEventRecord(state->event, config.stream), "check the stream");
   return Launch(std::move(state));
 #else
   return Launch(

@@ -20,6 +20,7 @@ enum class ErrorReason : std::uint32_t {
   peer_lost = 6,         // a rank died
   trigger_order = 7,     // a prepared request was fired out of order
   peer_failed = 8,       // a rank is alive and has failed; its own record says why
+  stream_timeout = 9,    // a stream waited past the deadline
 };
 
 BELFRY_HOST_DEVICE constexpr const char* to_string(ErrorReason failure) {
@@ -32,6 +33,7 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(ErrorReason failure) {
     case ErrorReason::version_mismatch: return "kernel built against another device_comm version";
     case ErrorReason::peer_lost: return "peer lost";
     case ErrorReason::peer_failed: return "failure on a peer";
+    case ErrorReason::stream_timeout: return "a stream waited past the deadline";
     case ErrorReason::trigger_order: return "prepared request fired out of order";
   }
   return "unknown";

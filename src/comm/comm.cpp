@@ -1,5 +1,5 @@
 // Comm from its creation to its end, and what it says about itself. The parts have files of their
-// own: create, windows, progress, host_path, triggered.
+// own: create, windows, progress, host_path, triggered, streams.
 #include "belfry/comm.hpp"
 
 #include <fmt/format.h>
@@ -71,6 +71,10 @@ void Comm::Implementation::settle() {
     return load<Order::relaxed, Scope::system>(&shared->entered) == 0 ||
            load<Order::relaxed, Scope::device>(&announced) == ranks;
   });
+  const Status served = wait_until(scope, "stream", 0, -1, 0, &stream_entries, [&] {
+    return load<Order::relaxed, Scope::device>(&stream_entries) == 0;
+  });
+  if (served != Status::ok) return;
   store<Order::relaxed, Scope::device>(&closing, 1u);
   auto drain = [&](provider::Queue& queue, int peer) {
     const provider::QueueState state = queue.state();
@@ -103,7 +107,8 @@ void Comm::Implementation::settle() {
 Comm::Implementation::~Implementation() {
   poller = {};
   if (gpu != nullptr && gpu->progress.joinable()) {
-    gpu->ending.store(true, std::memory_order_relaxed);
+    gpu->ending.store(true);
+    gpu->wake.notify_all();
     gpu->progress.join();
   }
   // It may have failed since the last pass.

@@ -302,6 +302,12 @@ void Comm::Implementation::choose_paths() {
   }
 }
 
+bool Comm::Implementation::cpu_counts() const {
+  return std::any_of(choices.begin(), choices.end(), [](const path::Choice& choice) {
+    return choice.nic != Path::none && choice.nic != Path::direct;
+  });
+}
+
 void Comm::Implementation::make_tables() {
   const auto n = static_cast<std::size_t>(ranks);
   window_views.resize(options.windows);
@@ -310,16 +316,18 @@ void Comm::Implementation::make_tables() {
   own_counters.resize(options.counters);
   counters = own_counters.data();
   if (gpu != nullptr) {
-    // The CPU counts what it posts for a kernel, and a CPU cannot write to a GPU's memory: then
-    // the counters lie with it, and kernels poll over PCIe.
-    const bool cpu_counts = std::any_of(choices.begin(), choices.end(), [](const auto& choice) {
-      return choice.nic != Path::none && choice.nic != Path::direct;
-    });
     const std::size_t counter_bytes = options.counters * sizeof(std::uint64_t);
-    gpu->shared = memory::PinnedBlock(sizeof(SharedWords) + (cpu_counts ? counter_bytes : 0));
+    gpu->shared = memory::PinnedBlock(sizeof(SharedWords) + (cpu_counts() ? counter_bytes : 0));
     shared = new (gpu->shared.data()) SharedWords;
-    counters = cpu_counts ? reinterpret_cast<std::uint64_t*>(shared + 1) : nullptr;
+    counters = cpu_counts() ? reinterpret_cast<std::uint64_t*>(shared + 1) : nullptr;
+    gpu->lanes = memory::PinnedBlock(max_lanes * sizeof(LaneWords));
+    lane_words = static_cast<LaneWords*>(gpu->lanes.data());
+  } else {
+    own_lane_words.resize(max_lanes);
+    lane_words = own_lane_words.data();
   }
+  lanes.resize(max_lanes);
+  for (std::size_t i = 0; i < max_lanes; ++i) lanes[i].words = lane_words + i;
   epochs.resize(static_cast<std::size_t>(team_kinds) * options.barriers);
   team_lists[0].clear();
   // Ranks of one host that offer loads and stores to each other are one lsa team; a rail is the
@@ -434,14 +442,20 @@ void Comm::Implementation::start_progress() {
   }
   gpu->progress = std::thread([this] {
     using namespace std::chrono_literals;
+    memory::ignore_captures_of_others();
+    const auto awaits_more = [this] {
+      return load<Order::relaxed, Scope::device>(&stream_entries) != 0 || gpu->ending.load();
+    };
     while (!gpu->ending.load(std::memory_order_relaxed)) {
       if (progress()) continue;
-      if (!proxies.empty()) {
-        std::this_thread::yield();  // a command may come at any moment
+      // A command, a completion or a stream's word may come at any moment.
+      if (!proxies.empty() || !triggered.empty() || awaits_more()) {
+        std::this_thread::yield();
         continue;
       }
       attend();
-      std::this_thread::sleep_for(200us);
+      std::unique_lock guard(gpu->sleep);
+      gpu->wake.wait_for(guard, 200us, awaits_more);
     }
   });
 }
@@ -499,8 +513,9 @@ void Comm::Implementation::connect_queues() {
       if (choice.nic == Path::host) continue;
       config.context = context;
       config.on_gpu = gpu != nullptr && choice.nic == Path::direct;
+      config.rung_by_gpu = gpu != nullptr && choice.nic == Path::triggered;
       std::unique_ptr<provider::Queue> queue = provider_of(peer).create_queue(config);
-      config.on_gpu = false;
+      config.on_gpu = config.rung_by_gpu = false;
       queues[p].push_back(queue.get());
       if (choice.nic == Path::direct) {
         route.send = queue->send_queue();

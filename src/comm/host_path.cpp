@@ -28,19 +28,46 @@ void Comm::Implementation::refuse(const queue::Command& c, int peer,
               "correct the argument, or raise the communicator's options");
 }
 
+post::Resolved Comm::Implementation::resolve_for_host(const queue::Command& c, int peer) {
+  const post::Resolved resolved = post::resolve_user(view, c, peer);
+  if (resolved.failure != ErrorReason::none ||
+      (c.signal_op != queue::SignalOp::none && c.signal_id >= options.signals)) {
+    refuse(c, peer, resolved);
+  }
+  if (host[static_cast<std::size_t>(peer)].queue == nullptr) {
+    const bool left_out = choices[static_cast<std::size_t>(peer)].nic == Path::direct;
+    throw Error(fmt::format("host path to rank {}", peer),
+                left_out ? "path direct alone, which was asked for" : "no common provider", "a NIC",
+                left_out ? "create the communicator with another path, or with none"
+                         : "see `belfry doctor` on both hosts");
+  }
+  if (c.has_counter && gpu != nullptr && !cpu_counts()) {
+    throw Error(fmt::format("{} to rank {} with counter_inc", to_string(c.operation), peer),
+                "counters in the memory of a GPU", "counters that the CPU writes",
+                "leave it out and wait for the ticket, or choose path host, triggered or proxy");
+  }
+  return resolved;
+}
+
+bool Comm::Implementation::post_some(HostQueue& h, const queue::Command& command,
+                                     const post::Resolved& resolved, std::uint64_t& done,
+                                     std::uint64_t& end) {
+  if (!h.lock.try_lock()) return false;
+  h.queue->poll();
+  const std::uint64_t before = done;
+  const bool posted = h.queue->post(command, resolved, done, end);
+  h.queue->ring();
+  // Also of an operation that is never posted whole: quiet() and the end wait for its parts.
+  if (posted || done != before) h.last = end;
+  h.lock.unlock();
+  return posted;
+}
+
 HostTicket Comm::post(int peer, const queue::Command& operation) {
   Implementation& self = *self_;
   queue::Command c = operation;
-  const post::Resolved resolved = post::resolve_user(self.view, c, peer);
-  if (resolved.failure != ErrorReason::none ||
-      (c.signal_op != queue::SignalOp::none && c.signal_id >= self.options.signals)) {
-    self.refuse(c, peer, resolved);
-  }
+  const post::Resolved resolved = self.resolve_for_host(c, peer);
   HostQueue& h = self.host[static_cast<std::size_t>(peer)];
-  if (h.queue == nullptr) {
-    throw Error(fmt::format("host path to rank {}", peer), "no common provider", "a NIC",
-                "see `belfry doctor` on both hosts");
-  }
   self.enter();
   HostTicket ticket;
   ticket.peer = peer;
@@ -54,15 +81,7 @@ HostTicket Comm::post(int peer, const queue::Command& operation) {
   std::uint64_t done = 0;
   const std::lock_guard order(h.order);
   ticket.status = wait_until(self.view.scope, "queue space", 0, peer, 1, nullptr, [&] {
-    if (!h.lock.try_lock()) return false;
-    h.queue->poll();
-    const std::uint64_t before = done;
-    const bool posted = h.queue->post(c, resolved, done, ticket.end);
-    h.queue->ring();
-    // Also of an operation that is never posted whole: quiet() and the end wait for its parts.
-    if (posted || done != before) h.last = ticket.end;
-    h.lock.unlock();
-    return posted;
+    return Implementation::post_some(h, c, resolved, done, ticket.end);
   });
   // An atomic is one WQE: what is not posted writes to no slot.
   if (fetches && ticket.status != Status::ok) queue::release_result(h.results, ticket.slot);
@@ -113,16 +132,19 @@ Status Comm::quiet(int peer) {
   return Status::ok;
 }
 
+void Comm::Implementation::check_signal(std::uint32_t id) const {
+  if (id < options.signals) return;
+  throw Error("signal", std::to_string(id), fmt::format("0 to {}", options.signals - 1),
+              "correct the id, or raise the option signals");
+}
+
 std::uint64_t Comm::read_signal(std::uint32_t id) const {
-  if (id >= self_->options.signals) {
-    throw Error("signal", std::to_string(id), fmt::format("0 to {}", self_->options.signals - 1),
-                "correct the id, or raise the option signals");
-  }
+  self_->check_signal(id);
   return self_->read_word(self_->view.local_signals + id);
 }
 
 Status Comm::wait_signal(std::uint32_t id, std::uint64_t at_least) {
-  (void)read_signal(id);
+  self_->check_signal(id);
   self_->enter();
   const std::uint64_t* word = self_->view.local_signals + id;
   return wait_until(self_->view.scope, "signal", id, -1, at_least, self_->cpu_word(word),

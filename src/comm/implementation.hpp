@@ -4,7 +4,10 @@
 
 #include <array>
 #include <atomic>
+#include <condition_variable>
+#include <deque>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -56,6 +59,50 @@ struct Triggered {
   std::uint64_t next_cqe;
 };
 
+// What a stream and the communicator tell each other: numbers that only grow, in memory that both
+// reach.
+struct LaneWords {
+  alignas(64) std::uint64_t asked = 0;  // by the stream: it has come to this number
+  std::uint64_t passed = 0;             // by the stream: it has left the wait of this number behind
+  alignas(64) std::uint64_t done = 0;   // by the communicator: this number is over
+};
+
+// One thing that a stream was given, until it is over.
+struct StreamEntry {
+  enum class Kind {
+    post,     // the CPU posts when the stream asks, and tells of the completion
+    trigger,  // the CPU tells of a prepared request's completion
+    cqe,      // the stream watches a prepared request's completion entry
+    signal    // the stream watches a signal
+  };
+  explicit StreamEntry(Kind k) : kind(k) {}
+
+  Kind kind;
+  int peer = -1;
+  queue::Command command;            // post
+  Trigger request{};                 // trigger, cqe
+  std::uint64_t* signal = nullptr;   // signal: the word,
+  std::uint64_t at_least = 0;        // what the stream waits for,
+  std::optional<std::uint64_t> was;  // and what the word was when the wait was broken off
+  std::uint64_t number = 0;
+  // A post under way.
+  post::Resolved resolved{};
+  std::uint64_t progress = 0, end = 0;
+  bool begun = false;  // it holds the queue's order
+  bool posted = false;
+  std::optional<Deadline> deadline;  // of the wait, from when the stream was seen in it
+};
+
+// Serves one stream while something of it is under way, then whichever comes.
+struct Lane {
+  std::optional<std::uint64_t> stream;
+  LaneWords* words = nullptr;
+  std::uint64_t last = 0;  // the newest number
+  std::deque<StreamEntry> entries;
+  std::uint64_t lost_from = ~0ull;  // numbers from here on were dropped: the communicator failed
+};
+inline constexpr std::size_t max_lanes = 64;
+
 // This rank's part of a window, and what it lies in: one of the two, or the caller's own memory.
 struct WindowMemory {
   std::byte* data = nullptr;
@@ -83,6 +130,7 @@ struct SharedWords {
 struct OnGpu {
   int device = 0;
   memory::PinnedBlock shared;  // SharedWords, and the counters where a CPU counts
+  memory::PinnedBlock lanes;   // LaneWords
   memory::GpuBlock signals;    // window 0
   memory::GpuBlock tables;     // windows, their peers, routes, teams; epochs, entered, counters
   DeviceComm view{};           // as kernels get it
@@ -93,6 +141,9 @@ struct OnGpu {
   // so none would run the poller while it waits for one.
   std::atomic<bool> ending{false};
   std::thread progress;
+  // It sleeps where nothing is to be expected.
+  std::mutex sleep;
+  std::condition_variable wake;
 };
 
 struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation> {
@@ -120,6 +171,9 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   const std::uint64_t* cpu_word(const std::uint64_t* word) const {
     return gpu == nullptr ? word : nullptr;
   }
+  // Whether the CPU counts what it posts for a kernel. A CPU cannot write to a GPU's memory: then
+  // the counters lie with it, and kernels poll over PCIe.
+  bool cpu_counts() const;
   void connect_queues();
   void connect_to_peers(const std::vector<std::vector<provider::Queue*>>& queues);
   static std::size_t factory_index(const std::string& provider);  // their number: none such
@@ -148,6 +202,33 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   [[noreturn]] void refuse(const queue::Command& command, int peer,
                            const post::Resolved& resolved) const;
   Triggered& triggered_queue(std::uint32_t context, int peer);
+  // Checks what the CPU is to post to a peer; throws.
+  post::Resolved resolve_for_host(const queue::Command& command, int peer);
+  // Posts what fits now; see provider::Queue::post(). False also when others are at the queue.
+  static bool post_some(HostQueue& h, const queue::Command& command, const post::Resolved& resolved,
+                        std::uint64_t& done, std::uint64_t& end);
+
+  void check_signal(std::uint32_t id) const;
+  void check_trigger(const Trigger& trigger) const;
+
+  // What streams were given.
+  using Steps = std::function<std::vector<StreamStep>(LaneWords& words, std::uint64_t number)>;
+  StreamTicket give(StreamExecutor& executor, StreamEntry entry, const Steps& steps);
+  Lane& lane_of(std::uint64_t stream);
+  bool serve_streams();
+  void stop_watching(const LaneWords& own, std::uint64_t number);
+  bool begin_posts(Lane& lane);
+  bool retire(Lane& lane);
+  bool post_for_stream(StreamEntry& entry);
+  bool is_over(const Lane& lane, StreamEntry& entry);
+  void release(Lane& lane);
+  void break_wait(StreamEntry& entry);
+  void count_entries(std::uint64_t change);
+  void write_word(std::uint64_t* word, std::uint64_t value) const;
+  void check_stream_deadlines();
+  void add_streams(std::vector<std::string>& lines);
+  // Whether a stream still watches a completion entry that request `cqe_index` would use.
+  bool is_watched(const queue::SendQueue& queue, std::uint64_t cqe_index);
   static std::string sentence(const ErrorRecord& record);
 
   std::shared_ptr<Bootstrap> bootstrap;
@@ -187,6 +268,12 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   std::vector<Triggered> triggered;
   std::vector<std::unique_ptr<path::ProxyChannel>> proxies;
   YieldingLock prepare_lock;
+  std::vector<LaneWords> own_lane_words;
+  LaneWords* lane_words = nullptr;
+  std::vector<Lane> lanes;
+  YieldingLock stream_order;         // held while something is appended to a stream
+  YieldingLock lanes_lock;           // of `lanes`; the poller only tries it
+  std::uint64_t stream_entries = 0;  // in all lanes
 
   // Written by the poller.
   std::uint64_t passes = 0;

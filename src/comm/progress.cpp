@@ -23,6 +23,7 @@ bool Comm::Implementation::progress() {
   }
   // The CPU sees the completions of what it built or posted.
   for (Triggered& t : triggered) queue::poll(*t.queue->send_queue());
+  worked = serve_streams() || worked;
   if (++passes % 256 != 0) return worked;
   attend();
   return worked;
@@ -37,6 +38,7 @@ void Comm::Implementation::attend() {
     }
   }
   announce();
+  check_stream_deadlines();
   tell_failure();
   const std::uint64_t now = simt::now_ns();
   if (now - last_check < 1'000'000) return;
@@ -198,6 +200,7 @@ Health Comm::health() {
     health.failed_peer = record->peer;
   }
   self.add_pending(health.pending);
+  self.add_streams(health.pending);
   // No atomic of the library under the lock: in the seeded mode another task may run there, and
   // the poller wants the lock too.
   const std::lock_guard guard(self.notes_mutex);

@@ -60,11 +60,14 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
   for (std::size_t i = 0; i < parts.size(); ++i) {
     queue::SendQueue& q = *parts[i].t->queue->send_queue();
     queue::poll(q);
-    if (queue::try_reserve(q, parts[i].blocks, parts[i].first)) continue;
+    std::uint64_t cqe = parts[i].t->next_cqe;
+    for (std::size_t k = 0; k < i; ++k) cqe += parts[k].t == parts[i].t ? 1 : 0;
+    const bool room = queue::try_reserve(q, parts[i].blocks, parts[i].first);
+    if (room && !self.is_watched(q, cqe)) continue;
     // Back as it was: nobody else reserves on these queues.
-    while (i-- > 0) {
-      store<Order::relaxed, Scope::device>(&parts[i].t->queue->send_queue()->reserved,
-                                           parts[i].first);
+    for (std::size_t taken = room ? i + 1 : i; taken-- > 0;) {
+      store<Order::relaxed, Scope::device>(&parts[taken].t->queue->send_queue()->reserved,
+                                           parts[taken].first);
     }
     return std::nullopt;
   }
@@ -72,12 +75,14 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
   for (std::size_t i = 0; i < parts.size(); ++i) {
     queue::SendQueue& q = *parts[i].t->queue->send_queue();
     std::uint64_t index = parts[i].first;
+    std::uint64_t last = index;
     const std::uint64_t end = parts[i].first + parts[i].blocks;
     for (std::size_t k = 0; k < group[i].operations.size(); ++k) {
       const queue::Command& c = group[i].operations[k];
       const post::Sequence sequence(q, c, parts[i].resolved[k], post::Source::by_nic);
       for (std::uint64_t n = 0; n < sequence.size(); ++n) {
         const std::uint64_t next = index + sequence.blocks(n);
+        last = index;
         // One completion entry per request, so that its place is known now.
         sequence.build(n, index, next == end ? queue::Signalled::yes : queue::Signalled::no);
         if (c.has_counter && n + 1 == sequence.size()) {
@@ -90,6 +95,7 @@ std::optional<std::vector<Trigger>> Comm::try_prepare(std::uint32_t context,
     Trigger trigger{};
     trigger.send = &q;
     trigger.first = parts[i].first;
+    trigger.last = last;
     trigger.end = end;
     trigger.doorbell_value = mlx5::doorbell_value(static_cast<std::uint32_t>(end), q.qpn);
     trigger.record_value = mlx5::be32(static_cast<std::uint32_t>(end) & 0xffff).raw;

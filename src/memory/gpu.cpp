@@ -53,6 +53,19 @@ struct Device {
 };
 constexpr std::size_t staging_bytes = 1 << 20;
 
+// With the device's lock held, and the device current. Of the highest priority, since those streams
+// have hardware queues of their own: a user's stream that waits for a word holds up its queue.
+cudaStream_t stream_of(Device& d, const std::string& thing) {
+  const char* const remedy = "see the first error of this process";
+  if (d.stream == nullptr) {
+    int least = 0, greatest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&least, &greatest), thing, remedy);
+    check(cudaStreamCreateWithPriority(&d.stream, cudaStreamNonBlocking, greatest), thing, remedy);
+    check(cudaHostAlloc(&d.staging, staging_bytes, cudaHostAllocPortable), thing, remedy);
+  }
+  return d.stream;
+}
+
 // Never destroyed: blocks may go after the statics.
 Device& device_of(int device) {
   static auto* mutex = new std::mutex;
@@ -71,10 +84,7 @@ void copy(int device, void* target, const void* source, std::size_t bytes, bool 
   const std::string thing =
       fmt::format("a copy of {} bytes {} GPU {}", bytes, to_gpu ? "to" : "from", device);
   const char* const remedy = "see the first error of this process";
-  if (d.stream == nullptr) {
-    check(cudaStreamCreateWithFlags(&d.stream, cudaStreamNonBlocking), thing, remedy);
-    check(cudaHostAlloc(&d.staging, staging_bytes, cudaHostAllocPortable), thing, remedy);
-  }
+  const cudaStream_t stream = stream_of(d, thing);
   // Through pinned memory: a copy of pageable memory may wait for more than its own stream.
   for (std::size_t at = 0; at < bytes; at += staging_bytes) {
     const std::size_t n = std::min(staging_bytes, bytes - at);
@@ -82,9 +92,9 @@ void copy(int device, void* target, const void* source, std::size_t bytes, bool 
     const auto* from = static_cast<const std::byte*>(source) + at;
     if (to_gpu) std::memcpy(d.staging, from, n);
     check(cudaMemcpyAsync(to_gpu ? static_cast<void*>(to) : d.staging, to_gpu ? d.staging : from, n,
-                          cudaMemcpyDefault, d.stream),
+                          cudaMemcpyDefault, stream),
           thing, remedy);
-    check(cudaStreamSynchronize(d.stream), thing, remedy);
+    check(cudaStreamSynchronize(stream), thing, remedy);
     if (!to_gpu) std::memcpy(to, d.staging, n);
   }
 }
@@ -95,6 +105,9 @@ std::string gpu_support(int device) {
   // A kernel that is loaded at its first launch waits for those that run, and those may be waiting
   // for it. Has an effect only before the process's first CUDA call; a user's setting stands.
   (void)setenv("CUDA_MODULE_LOADING", "EAGER", 0);
+  // A stream that waits for a word holds up those that share its hardware queue, and there are 8
+  // queues by default: one that it waits for would never run.
+  (void)setenv("CUDA_DEVICE_MAX_CONNECTIONS", "32", 0);
   int count = 0;
   const cudaError_t code = cudaGetDeviceCount(&count);
   if (code != cudaSuccess) {
@@ -148,12 +161,10 @@ GpuBlock::GpuBlock(int device, std::size_t bytes)
     }
     check(code, thing, "see the first error of this process");
   }
-  cudaStream_t stream = nullptr;
-  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), thing, "free some streams");
-  cudaError_t code = cudaMemsetAsync(data_, 0, bytes_, stream);
-  if (code == cudaSuccess) code = cudaStreamSynchronize(stream);
-  (void)cudaStreamDestroy(stream);
-  check(code, thing, "see the first error of this process");
+  const std::lock_guard guard(d.mutex);
+  const cudaStream_t stream = stream_of(d, thing);
+  check(cudaMemsetAsync(data_, 0, bytes_, stream), thing, "see the first error of this process");
+  check(cudaStreamSynchronize(stream), thing, "see the first error of this process");
 }
 
 void GpuBlock::give_back() noexcept {
@@ -345,7 +356,103 @@ bool driver_attribute(CUdevice_attribute attribute, int device) {
   return get != nullptr && get(&value, attribute, device) == CUDA_SUCCESS && value != 0;
 }
 
+// By memory operations, all of one append() in one batch.
+class CudaStreamExecutor final : public StreamExecutor {
+ public:
+  CudaStreamExecutor(int device, CudaStream stream) : device_(device), stream_(stream) {
+    const OnDevice on(device);
+    thing_ = fmt::format("a stream of GPU {}", device);
+    batch_ = driver_function<Batch>("cuStreamBatchMemOp");
+    if (batch_ == nullptr ||
+        !driver_attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_64_BIT_STREAM_MEM_OPS, device) ||
+        !driver_attribute(CU_DEVICE_ATTRIBUTE_CAN_USE_STREAM_WAIT_VALUE_NOR, device)) {
+      throw Error(thing_, "no memory operations on 64-bit words",
+                  "a driver and a GPU that have them: CUDA 11.7, sm_70",
+                  "update the driver; or use a kernel in place of the stream");
+    }
+    // Writes of a NIC may otherwise arrive after the word that tells of them.
+    if (driver_attribute(CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES, device)) {
+      wait_flags_ = CU_STREAM_WAIT_VALUE_FLUSH;
+    }
+    unsigned long long id = 0;
+    check(cudaStreamGetId(stream, &id), thing_, "pass a stream that lives");
+    id_ = id;
+  }
+
+  std::uint64_t id() const override { return id_; }
+
+  void append(std::span<const StreamStep> steps) override {
+    const OnDevice on(device_);
+    check(cudaSetDevice(device_), thing_, "see `belfry doctor`");  // binds the driver's calls, too
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(stream_, &capture), thing_, "pass a stream that lives");
+    if (capture != cudaStreamCaptureStatusNone) {
+      throw Error(thing_, "it is being captured", "a stream that runs",
+                  "a replay would name the same numbers again: use a kernel's calls in graphs");
+    }
+    std::vector<CUstreamBatchMemOpParams> batch;
+    for (const StreamStep& step : steps) batch.push_back(operation(step));
+    const CUresult code = batch_(stream_, static_cast<unsigned>(batch.size()), batch.data(), 0);
+    if (code == CUDA_SUCCESS) return;
+    throw Error(thing_, fmt::format("cuStreamBatchMemOp says {}", static_cast<int>(code)),
+                "CUDA_SUCCESS", "see the first error of this process");
+  }
+
+ private:
+  using Batch = CUresult (*)(CUstream, unsigned, CUstreamBatchMemOpParams*, unsigned);
+
+  CUstreamBatchMemOpParams operation(const StreamStep& step) const {
+    CUstreamBatchMemOpParams p{};
+    const auto address = reinterpret_cast<CUdeviceptr>(step.address);
+    const auto write = [&](CUstreamBatchMemOpType type) {
+      p.writeValue.operation = type;
+      p.writeValue.address = address;
+      p.writeValue.value64 = step.value;
+      // Its own fence comes before each store: the source before the record, that before the ring.
+      p.writeValue.flags = CU_STREAM_WRITE_VALUE_DEFAULT;
+    };
+    const auto wait = [&](CUstreamBatchMemOpType type, unsigned how, std::uint64_t value) {
+      p.waitValue.operation = type;
+      p.waitValue.address = address;
+      p.waitValue.value64 = value;
+      p.waitValue.flags = how | wait_flags_;
+    };
+    switch (step.kind) {
+      case StreamStep::Kind::write32: write(CU_STREAM_MEM_OP_WRITE_VALUE_32); break;
+      case StreamStep::Kind::write64: write(CU_STREAM_MEM_OP_WRITE_VALUE_64); break;
+      case StreamStep::Kind::at_least64:
+        wait(CU_STREAM_MEM_OP_WAIT_VALUE_64, CU_STREAM_WAIT_VALUE_GEQ, step.value);
+        break;
+      case StreamStep::Kind::any_set32:
+        wait(CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_WAIT_VALUE_AND, step.value);
+        break;
+      case StreamStep::Kind::any_clear32:
+        // NOR passes when a bit is in neither the word nor the value.
+        wait(CU_STREAM_MEM_OP_WAIT_VALUE_32, CU_STREAM_WAIT_VALUE_NOR,
+             ~static_cast<std::uint32_t>(step.value));
+        break;
+    }
+    return p;
+  }
+
+  int device_;
+  CudaStream stream_;
+  std::string thing_;
+  Batch batch_ = nullptr;
+  unsigned wait_flags_ = 0;
+  std::uint64_t id_ = 0;
+};
+
 }  // namespace
+
+std::shared_ptr<StreamExecutor> cuda_stream(int device, CudaStream stream) {
+  return std::make_shared<CudaStreamExecutor>(device, stream);
+}
+
+void ignore_captures_of_others() noexcept {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  (void)cudaThreadExchangeStreamCaptureMode(&mode);
+}
 
 std::string gpu_pci_address(int device) {
   std::array<char, 32> text{};

@@ -10,6 +10,8 @@
 #include <memory>
 #include <string>
 
+#include "belfry/stream.hpp"
+
 namespace belfry::memory {
 
 // Empty when this belfry can use the GPU `device`; else what is missing.
@@ -123,6 +125,15 @@ class PinnedArray {
 // the copy is done. Any host memory. They do not wait for kernels.
 void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes);
 void copy_from_gpu(int device, void* target, const void* source, std::size_t bytes);
+
+// A stream of `device` that stores to and waits for words which the GPU reaches. Throws
+// belfry::Error where the driver offers no such operations. append() refuses a stream that is being
+// captured: the steps are good for once.
+std::shared_ptr<StreamExecutor> cuda_stream(int device, CudaStream stream);
+
+// For a thread of the library: another thread's stream capture, in whatever mode, forbids it
+// nothing.
+void ignore_captures_of_others() noexcept;
 
 // ---- for a NIC that reaches a GPU ----
 

@@ -34,6 +34,9 @@ PinnedBlock& PinnedBlock::operator=(PinnedBlock&&) noexcept = default;
 void copy_to_gpu(int, void*, const void*, std::size_t) { refuse("memory of a GPU"); }
 void copy_from_gpu(int, void*, const void*, std::size_t) { refuse("memory of a GPU"); }
 
+std::shared_ptr<StreamExecutor> cuda_stream(int, CudaStream) { refuse("a CUDA stream"); }
+void ignore_captures_of_others() noexcept {}
+
 std::string gpu_pci_address(int) { refuse("a GPU's address"); }
 GpuAbilities gpu_abilities(int) { refuse("a GPU's abilities"); }
 std::string export_dmabuf(int, void*, std::size_t, int&, std::uint64_t&) { return missing; }

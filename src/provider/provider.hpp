@@ -37,6 +37,8 @@ struct QueueConfig {
   std::uint32_t max_inline = 220;
   // Kernels of the provider's GPU drive it, and it lies there; else the CPU does.
   bool on_gpu = false;
+  // The CPU fills it, kernels and streams of that GPU ring and look at its completions.
+  bool rung_by_gpu = false;
   // Who reads small sources of what the CPU posts: the CPU cannot where they lie in a GPU's memory.
   post::Source sources = post::Source::at_posting;
   std::uint64_t* counters = nullptr;  // what counter_inc bumps

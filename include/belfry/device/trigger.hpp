@@ -13,6 +13,7 @@ namespace belfry {
 struct Trigger {
   queue::SendQueue* send;
   std::uint64_t first;  // fired only when everything before has been
+  std::uint64_t last;   // where its last WQE begins, which alone asks for a completion
   std::uint64_t end;    // completes it
   std::uint64_t doorbell_value;
   const std::uint32_t* cqe;  // bytes 60-63 of its CQE; nullptr on a collapsed CQ
@@ -55,23 +56,26 @@ BELFRY_HOST_DEVICE inline Status fire_trigger(const Trigger& trigger, const Wait
 }
 
 // Waits on the CQE itself, as a stream would, without consuming it: the CPU does that when it
-// needs the slots again. A waiter that comes so late that the CQE's place was used again finds
-// the queue's count beyond its own.
+// needs the slots again, and it is the CPU that tells of an error. Nothing of the queue is written
+// here, so that a GPU may look at a queue that lies with the CPU. A waiter that comes so late that
+// the CQE's place was used again finds the queue's count beyond its own.
 BELFRY_HOST_DEVICE inline Status wait_trigger(const Trigger& trigger, const WaitScope& scope) {
   queue::SendQueue& q = *trigger.send;
-  if (trigger.cqe == nullptr) return queue::wait_complete(q, trigger.end, scope);
-  bool error = false;
-  const Status status =
-      wait_until(scope, "completion entry", q.qpn, trigger.peer, trigger.end, &q.completed, [&] {
-        if (reached(load<Order::acquire, Scope::system>(&q.completed), trigger.end)) return true;
-        const mlx5::CqeTail tail{load<Order::acquire, Scope::system>(trigger.cqe)};
-        if (!tail.valid(trigger.cqe_index, q.cq_depth)) return false;
-        error = tail.opcode() == mlx5::CqeOpcode::requester_error;
-        return true;
-      });
-  if (!error) return status;
-  queue::poll(q);  // fills the error record
-  return Status::failed;
+  return wait_until(scope, "completion entry", q.qpn, trigger.peer, trigger.end, &q.completed, [&] {
+    // Before the CQE, which is then not older than this count.
+    const std::uint64_t completed = load<Order::acquire, Scope::system>(&q.completed);
+    if (reached(completed, trigger.end)) return true;
+    if (trigger.cqe != nullptr) {
+      const mlx5::CqeTail tail{load<Order::acquire, Scope::system>(trigger.cqe)};
+      return tail.opcode() == mlx5::CqeOpcode::requester &&
+             tail.valid(trigger.cqe_index, q.cq_depth);
+    }
+    // The one entry of a collapsed CQ: of the newest WQE, or of one before `completed`.
+    const mlx5::CqeTail tail = queue::detail::load_tail<Order::acquire>(q.cqes[0]);
+    const std::uint64_t index = queue::detail::widen(tail.wqe_counter(), completed);
+    return tail.opcode() == mlx5::CqeOpcode::requester && index - completed < q.depth &&
+           reached(index, trigger.last);
+  });
 }
 
 }  // namespace belfry

@@ -535,6 +535,11 @@ class Mlx5Provider final : public Provider {
 
   std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
     if (config.on_gpu) return GpuMlx5Queue::make(device_, config);
+    if (config.rung_by_gpu) {
+      throw Error("path triggered on a GPU", "provider mlx5, which has no such queues yet",
+                  "a provider whose prepared requests a GPU can ring",
+                  "use BELFRY_PROVIDER=soft, or path direct");
+    }
     return std::make_unique<HostMlx5Queue>(device_, config);
   }
 
