@@ -201,7 +201,7 @@ std::string find_peer(const CompareOptions& options, const std::string& peer) {
   const std::string& given = peer == "nvshmem" ? options.nvshmem : options.nccl;
   const auto beside =
       std::filesystem::path(this_program()).parent_path() / "../../bench/peers" / (peer + "_peer");
-  const std::string path = given.empty() ? beside.lexically_normal().string() : given;
+  std::string path = given.empty() ? beside.lexically_normal().string() : given;
   if (::access(path.c_str(), X_OK) == 0 && !std::filesystem::is_directory(path)) return path;
   throw Error(fmt::format("the program of peer {}, {}", peer, path), "not there",
               "one that bench/peers builds",

@@ -318,8 +318,9 @@ class NetSet {
     c.signal_id = static_cast<std::uint32_t>(offset / 8);
     c.signal_value = epoch;
     c.weak = true;  // a barrier orders nothing but itself
-    return carry_out(this_thread, peer, c, route_to(peer),
-                     usable_ ? post::resolve(comm_, c, peer) : post::Resolved{}, true,
+    const Route r = route_to(peer);
+    const post::Resolved resolved = usable_ ? post::resolve(comm_, c, peer) : post::Resolved{};
+    return carry_out(this_thread, peer, c, r, resolved, choose(r, c, resolved), true,
                      post::Doorbell::now)
         .status;
   }
