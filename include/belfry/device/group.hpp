@@ -7,6 +7,7 @@
 
 #include "belfry/kernel.hpp"
 #include "belfry/platform.hpp"
+#include "belfry/status.hpp"
 
 namespace belfry {
 
@@ -75,6 +76,11 @@ struct Block {
     std::memcpy(static_cast<void*>(&result), slot.words, sizeof(T));
     __syncthreads();
     return result;
+  }
+  // A status, by one barrier while all is well.
+  BELFRY_DEVICE static Status broadcast(const Status& value) {
+    if (__syncthreads_or(leader() && value != Status::ok) == 0) return Status::ok;
+    return static_cast<Status>(broadcast(static_cast<std::uint32_t>(value)));
   }
 };
 

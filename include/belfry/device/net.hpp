@@ -355,9 +355,9 @@ class NetSet {
       const unsigned mask = group.mask();
       // A vote orders no memory, and members read what others unpacked.
       group.sync();
+      if (__any_sync(mask, mine != Status::ok) == 0) return Status::ok;
       if (__any_sync(mask, mine == Status::failed) != 0) return Status::failed;
-      if (__any_sync(mask, mine == Status::aborted) != 0) return Status::aborted;
-      return __any_sync(mask, mine != Status::ok) != 0 ? Status::timed_out : Status::ok;
+      return __any_sync(mask, mine == Status::aborted) != 0 ? Status::aborted : Status::timed_out;
     } else {
       return mine;
     }
@@ -950,6 +950,16 @@ class NetSet {
     const std::uint64_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
     auto* out_pairs = reinterpret_cast<Word16*>(out);
     const std::uint64_t step = group.size();
+    // A message of at most a pair for each member: no loop.
+    if (count == 2 * pairs && pairs <= step) {
+      const std::uint64_t i = group.rank();
+      if (i < pairs) {
+        store_word16(out_pairs + i,
+                     {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
+      }
+      group.sync();
+      return;
+    }
     for (std::uint64_t first = group.rank(); first < pairs; first += packets_at_once * step) {
       std::uint32_t word[2 * packets_at_once];
       BELFRY_UNROLL
