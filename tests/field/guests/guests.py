@@ -1,7 +1,6 @@
 """QEMU guests as hosts: Debian's kernel with soft-RoCE, a virtual link between two of them, and
 commands that are run in them by a serial line. No KVM is needed."""
 import ctypes
-import glob
 import os
 import queue
 import re
@@ -17,6 +16,7 @@ MODULES = ("virtio_pci", "virtio_net", "ib_uverbs", "rdma_rxe", "sch_netem", "cr
 # rxe's library, and what tells libibverbs of it.
 PROVIDER = ("/usr/lib/x86_64-linux-gnu/libibverbs/librxe-rdmav34.so",
             "/etc/libibverbs.d/rxe.driver")
+LIBGCC = "/lib/x86_64-linux-gnu/libgcc_s.so.1"
 ADDRESSES = ("10.77.8.1", "10.77.8.2")
 
 
@@ -92,8 +92,8 @@ def make_image(kernel, programs, file):
     os.symlink(".", os.path.join(root, "usr"))
     busybox = which("busybox")
     copy(busybox, root, "/bin/busybox")
-    for applet in run(busybox, "--list").split():
-        os.symlink("busybox", os.path.join(root, "bin", applet)) if applet != "busybox" else None
+    for applet in set(run(busybox, "--list").split()) - {"busybox"}:
+        os.symlink("busybox", os.path.join(root, "bin", applet))
     # In the place of busybox's own.
     own = [which(name) for name in ("ip", "tc", "rdma", "kmod", "ibv_devinfo", "ib_write_lat",
                                     "ib_write_bw")]
@@ -113,8 +113,7 @@ def make_image(kernel, programs, file):
         for library in libraries(program):
             copy(library, root, library)
     # A thread that ends loads it by name.
-    for library in glob.glob("/lib/x86_64-linux-gnu/libgcc_s.so.1"):
-        copy(library, root, library)
+    copy(LIBGCC, root, LIBGCC)
     copy_modules(kernel, root)
     copy(os.path.join(os.path.dirname(os.path.abspath(__file__)), "init"), root, "/init")
     os.chmod(os.path.join(root, "init"), 0o755)
@@ -177,6 +176,7 @@ class Guest:
         self.console = os.path.join(folder, f"console-{self.name}.log")
         sockets = [os.path.join(folder, f"{end}.sock") for end in "ab"]
         mine, other = sockets[number], sockets[1 - number]
+        # Two serial lines: the kernel's console, and the commands.
         self.process = subprocess.Popen(
             [which("qemu-system-x86_64"), "-accel", accelerator, "-smp", "1", "-m", "768",
              "-nodefaults", "-no-user-config", "-no-reboot", "-display", "none",
