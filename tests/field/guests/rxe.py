@@ -181,8 +181,8 @@ def cut(pair, _):
                 command.finish(time.monotonic() + 60)
                 raise Failure(f"cut, {provider}: a rank said '{line}'")
         time.sleep(2)
-        begin = time.monotonic()
         pair.disturb("loss 100%")
+        begin = time.monotonic()
         for rank, command in enumerate(commands):
             line = command.line(begin + 30)
             after = time.monotonic() - begin
