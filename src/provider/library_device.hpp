@@ -70,6 +70,7 @@ class LibraryDevice {
   void report(std::string line);
 
   std::unordered_map<std::uint32_t, Region> regions;
+  bool cut = false;  // a connection was lost; with the lock held
   const Config& config() const { return config_; }
   // When the pass that is under way began, on the clock of this machine: what the network does
   // takes real time, also where the executor's is virtual.

@@ -303,6 +303,7 @@ void LibraryQueue::advance() {
 void LibraryQueue::fail(std::uint64_t index, mlx5::Syndrome syndrome, std::uint32_t code,
                         const std::string& text) {
   if (std::exchange(failed_, true)) return;
+  if (syndrome == mlx5::Syndrome::retry_exceeded) device_->cut = true;
   if (config_.abort != nullptr && load<Order::relaxed, Scope::system>(config_.abort) != 0) return;
   const bool known = index - completed_ < issued_ - completed_;
   ErrorRecord failure{};
@@ -322,6 +323,7 @@ void LibraryQueue::fail(std::uint64_t index, mlx5::Syndrome syndrome, std::uint3
 
 void LibraryQueue::lost(std::uint32_t code, const std::string& text) {
   if (failed_ || lost_at_ != 0) return;
+  device_->cut = true;
   lost_at_ = device_->now();
   lost_code_ = code;
   lost_text_ = text;

@@ -66,7 +66,13 @@ struct Mr final : Object {
   std::shared_ptr<Device> device;
   Pd* pd = nullptr;
   std::uint32_t key = 0;
+  std::uint32_t access = 0;
+  std::byte* memory = nullptr;
   std::uint64_t bytes = 0, iova = 0;
+  // Keys made of this one end with it; an indirect key knows whose it is.
+  std::vector<Mr*> indirect;
+  Mr* base = nullptr;
+  void end_indirect();
   memory::SharedSegment segment;  // where the memory lies in one: peers then reach it directly
   void* mapping = nullptr;        // of a dmabuf
   std::uint64_t mapping_bytes = 0;
@@ -196,6 +202,7 @@ class Context {
   std::unique_ptr<Object> devx_create_qp(const Bytes& in);
   std::unique_ptr<Object> devx_create_rmp(const Bytes& in);
   std::unique_ptr<Object> devx_create_mkey(const Bytes& in, std::uint32_t& number);
+  std::unique_ptr<Object> devx_create_indirect_mkey(const Bytes& in, std::uint32_t& number);
   void devx_modify_qp(Qp& qp, const Bytes& in);
   void devx_query(Object& object, const Bytes& in, Bytes& out);
   void devx_capabilities(const Bytes& in, Bytes& out) const;
@@ -217,8 +224,19 @@ class Context {
     objects_.erase(handle);
   }
   Uar& uar(std::uint32_t page);
-  Cq* find_cq(std::uint32_t cqn);
-  Srq* find_srq(std::uint32_t srqn);
+  // By the device's own number, whoever made it; nullptr when there is none.
+  template <class T>
+  T* find(std::uint32_t T::*member, std::uint32_t number) {
+    for (auto& [handle, object] : objects_) {
+      Object* inner = object.get();
+      if (inner->kind == Kind::devx) inner = static_cast<Devx*>(inner)->object.get();
+      if (inner != nullptr && inner->kind == T::kind_of &&
+          static_cast<T*>(inner)->*member == number) {
+        return static_cast<T*>(inner);
+      }
+    }
+    return nullptr;
+  }
   // The state that a QP of the NIC is taken to, by verbs or by a command.
   void move_qp(Qp& qp, softnic::QpState target, const softnic::QpAttributes& attributes);
 

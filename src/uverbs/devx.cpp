@@ -257,10 +257,11 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
       receive_type != receive_none) {
     throw Refused{Status::bad_parameter};
   }
-  Srq* srq = receive_type == receive_shared ? find_srq(field(prm::qp_context::srqn)) : nullptr;
+  Srq* srq =
+      receive_type == receive_shared ? find(&Srq::srqn, field(prm::qp_context::srqn)) : nullptr;
   if (receive_type == receive_shared && srq == nullptr) throw Refused{Status::bad_resource};
-  Cq* send_cq = find_cq(field(prm::qp_context::send_cqn));
-  Cq* receive_cq = find_cq(field(prm::qp_context::receive_cqn));
+  Cq* send_cq = find(&Cq::cqn, field(prm::qp_context::send_cqn));
+  Cq* receive_cq = find(&Cq::cqn, field(prm::qp_context::receive_cqn));
   const bool sends = field(prm::qp_context::no_send_queue) == 0,
              receives = receive_type == receive_own;
   if (send_cq == nullptr || ((receives || srq != nullptr) && receive_cq == nullptr)) {
@@ -328,30 +329,95 @@ std::unique_ptr<Object> Context::devx_create_rmp(const Bytes& in) {
   return srq;
 }
 
-// Translation tables over a umem. Indirect keys (KSM, KLM) there are none.
+namespace {
+
+std::uint32_t access_of_mkey(const std::vector<std::byte>& in) {
+  std::uint32_t access = 0;
+  const auto add = [&](prm::Field field, std::uint32_t bit) {
+    if (prm::get(in, field) != 0) access |= bit;
+  };
+  add(prm::mkey_context::local_write, softnic::access::local_write);
+  add(prm::mkey_context::remote_write, softnic::access::remote_write);
+  add(prm::mkey_context::remote_read, softnic::access::remote_read);
+  add(prm::mkey_context::remote_atomic, softnic::access::remote_atomic);
+  return access;
+}
+
+}  // namespace
+
+// Translation tables over a umem, and indirect keys of pieces of one size (KSM).
 std::unique_ptr<Object> Context::devx_create_mkey(const Bytes& in, std::uint32_t& number) {
   auto field = [&](prm::Field f) { return prm::get(in, f); };
-  constexpr std::uint64_t translated = 1;
-  if (field(prm::mkey_context::access_mode) != translated ||
-      field(prm::mkey_context::access_mode_high) != 0) {
-    throw Refused{Status::bad_parameter};
+  constexpr std::uint64_t translated = 1, indirect = 3;
+  if (field(prm::mkey_context::access_mode_high) != 0) throw Refused{Status::bad_parameter};
+  if (field(prm::mkey_context::access_mode) == indirect) {
+    return devx_create_indirect_mkey(in, number);
   }
-  std::uint32_t access = 0;
-  if (field(prm::mkey_context::local_write) != 0) access |= softnic::access::local_write;
-  if (field(prm::mkey_context::remote_write) != 0) access |= softnic::access::remote_write;
-  if (field(prm::mkey_context::remote_read) != 0) access |= softnic::access::remote_read;
-  if (field(prm::mkey_context::remote_atomic) != 0) access |= softnic::access::remote_atomic;
+  if (field(prm::mkey_context::access_mode) != translated) throw Refused{Status::bad_parameter};
   auto mr = std::make_unique<Mr>();
   mr->device = device_;
   mr->bytes = field(prm::mkey_context::length);
   mr->iova = field(prm::mkey_context::start);
-  std::byte* memory =
-      umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_mkey_in::umem)),
-                   prm::get(in, prm::create_mkey_in::umem_offset), mr->bytes, 1);
+  mr->access = access_of_mkey(in);
+  mr->memory = umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_mkey_in::umem)),
+                            prm::get(in, prm::create_mkey_in::umem_offset), mr->bytes, 1);
   softnic::RegisterOptions options;
   options.iova = mr->iova;
   options.variant = static_cast<std::uint8_t>(field(prm::mkey_context::variant));
-  mr->key = device_->nic().register_memory(memory, mr->bytes, access, options).lkey;
+  mr->key = device_->nic().register_memory(mr->memory, mr->bytes, mr->access, options).lkey;
+  number = mr->key >> 8;
+  return mr;
+}
+
+// Addresses from `start` on are those of other keys. Here of one, in pieces that lie one behind the
+// other: the memory of that key under other addresses, which is what UCX makes of it.
+std::unique_ptr<Object> Context::devx_create_indirect_mkey(const Bytes& in, std::uint32_t& number) {
+  auto field = [&](prm::Field f) { return prm::get(in, f); };
+  const std::uint64_t entries = field(prm::mkey_context::translations);
+  const std::uint64_t piece = 1ull << field(prm::mkey_context::log_entity_size);
+  if (entries == 0 || in.size() < prm::create_mkey_in::entries_at ||
+      entries > (in.size() - prm::create_mkey_in::entries_at) / prm::indirect_entry::bytes) {
+    throw Refused{Status::bad_parameter};
+  }
+  const auto entry = [&](std::uint64_t i, prm::Field f) {
+    const std::uint64_t at =
+        prm::create_mkey_in::entries_at + i * std::uint64_t{prm::indirect_entry::bytes};
+    return field({static_cast<std::uint32_t>(8 * at) + f.bit, f.bits});
+  };
+  const std::uint64_t first = entry(0, prm::indirect_entry::address);
+  const std::uint64_t key = entry(0, prm::indirect_entry::key);
+  for (std::uint64_t i = 1; i < entries; ++i) {
+    if (entry(i, prm::indirect_entry::key) != key ||
+        entry(i, prm::indirect_entry::address) != first + i * piece) {
+      log_once("an indirect key of pieces that do not follow one another: bad parameter");
+      throw Refused{Status::bad_parameter};
+    }
+  }
+  Mr* base = find(&Mr::key, static_cast<std::uint32_t>(key));
+  if (base == nullptr) throw Refused{Status::bad_resource};
+  const std::uint64_t start = field(prm::mkey_context::start);
+  const std::uint64_t length = std::min(field(prm::mkey_context::length), entries * piece);
+  // The pieces may say more than the other key has: that part has no memory.
+  const std::uint64_t skipped = first > base->iova ? first - base->iova : 0;
+  const std::uint64_t empty = base->iova > first ? base->iova - first : 0;
+  if (skipped >= base->bytes || empty >= length) throw Refused{Status::bad_parameter};
+  auto mr = std::make_unique<Mr>();
+  mr->device = device_;
+  mr->access = access_of_mkey(in) & base->access;
+  mr->memory = base->memory + skipped;
+  mr->bytes = std::min(base->bytes - skipped, length - empty);
+  mr->iova = start + empty;
+  softnic::RegisterOptions options;
+  options.iova = mr->iova;
+  options.variant = static_cast<std::uint8_t>(field(prm::mkey_context::variant));
+  if (base->segment) {
+    options.segment = &base->segment;
+    options.segment_offset =
+        static_cast<std::uint64_t>(mr->memory - static_cast<std::byte*>(base->segment.data()));
+  }
+  mr->key = device_->nic().register_memory(mr->memory, mr->bytes, mr->access, options).lkey;
+  mr->base = base;
+  base->indirect.push_back(mr.get());
   number = mr->key >> 8;
   return mr;
 }
@@ -542,7 +608,10 @@ void Context::devx_capabilities(const Bytes& in, Bytes& out) const {
       put(0xc8, 8, 22);                 // log_max_cq_sz
       put(0xdb, 5, 12);                 // log_max_cq
       put(0xea, 6, 16);                 // log_max_mkey
+      put(0x100, 8, 1);                 // max_indirection
+      put(0x108, 1, 1);                 // fixed_buffer_size: indirect keys
       put(0x109, 7, 40);                // log_max_mrw_sz
+      put(0x11a, 6, 10);                // log_max_klm_list_size
       put(0x14a, 6, 4);                 // log_max_ra_req_qp
       put(0x15a, 6, 4);                 // log_max_ra_res_qp
       put(0x160, 1, 1);                 // end_pad
@@ -553,6 +622,7 @@ void Context::devx_capabilities(const Bytes& in, Bytes& out) const {
       put(0x1b8, 8, 1);                 // num_ports
       put(0x1c3, 5, 30);                // log_max_msg
       put(0x1fc, 4, 1);                 // cqe_version
+      put(0x208, 1, 1);                 // umr_modify_atomic_disabled
       put(0x21d, 1, ethernet ? 1 : 0);  // roce
       put(0x21e, 1, 1);                 // atomic
       put(0x220, 1, 1);                 // cq_oi

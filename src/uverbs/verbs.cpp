@@ -9,6 +9,7 @@
 
 #include <bit>
 #include <chrono>
+#include <utility>
 
 #include "belfry/mlx5/cqe.hpp"
 #include "belfry/mlx5/doorbell.hpp"
@@ -32,7 +33,17 @@ void without_throwing(Action action) {
 
 }  // namespace
 
+void Mr::end_indirect() {
+  for (Mr* mr : std::exchange(indirect, {})) {
+    without_throwing([&] { device->nic().deregister(mr->key); });
+    mr->key = 0;
+    mr->base = nullptr;
+  }
+}
+
 Mr::~Mr() {
+  end_indirect();
+  if (base != nullptr) std::erase(base->indirect, this);
   if (key != 0) without_throwing([&] { device->nic().deregister(key); });
   if (mapping != nullptr) ::munmap(mapping, mapping_bytes);
   if (pd != nullptr) --pd->users;
@@ -108,6 +119,8 @@ void Context::register_mr(Call& call) {
     options.segment = &mr->segment;
     options.segment_offset = backing.offset;
   }
+  mr->memory = static_cast<std::byte*>(memory);
+  mr->access = access;
   mr->key = device_->nic().register_memory(memory, request.length, access, options).lkey;
   mr->pd = &pd;
   ++pd.users;
@@ -141,8 +154,12 @@ void Context::reregister_mr(Call& call) {
                                   .register_memory(reinterpret_cast<void*>(request.start),
                                                    request.length, access, {.iova = request.hca_va})
                                   .lkey;
+    mr.end_indirect();
     device_->nic().deregister(mr.key);
     mr.key = key;
+    mr.access = access;
+    mr.memory = reinterpret_cast<std::byte*>(request.start);
+    mr.segment = {};
     mr.bytes = request.length;
     mr.iova = request.hca_va;
   }
@@ -179,10 +196,9 @@ void Context::register_dmabuf(Call& call) {
   mr->device = device_;
   mr->bytes = length;
   mr->iova = iova;
-  mr->key = device_->nic()
-                .register_memory(static_cast<std::byte*>(memory) + (offset - first), length, access,
-                                 {.iova = iova})
-                .lkey;
+  mr->memory = static_cast<std::byte*>(memory) + (offset - first);
+  mr->access = access;
+  mr->key = device_->nic().register_memory(mr->memory, length, access, {.iova = iova}).lkey;
   mr->pd = &pd;
   ++pd.users;
   const std::uint32_t key = mr->key;
@@ -306,29 +322,7 @@ void Context::destroy_cq(Call& call) {
   call.out(UVERBS_ATTR_DESTROY_CQ_RESP, response);
 }
 
-Cq* Context::find_cq(std::uint32_t cqn) {
-  for (auto& [handle, object] : objects_) {
-    Object* inner = object.get();
-    if (inner->kind == Kind::devx) inner = static_cast<Devx*>(inner)->object.get();
-    if (inner != nullptr && inner->kind == Kind::cq && static_cast<Cq*>(inner)->cqn == cqn) {
-      return static_cast<Cq*>(inner);
-    }
-  }
-  return nullptr;
-}
-
 // ---- SRQ ----
-
-Srq* Context::find_srq(std::uint32_t srqn) {
-  for (auto& [handle, object] : objects_) {
-    Object* inner = object.get();
-    if (inner->kind == Kind::devx) inner = static_cast<Devx*>(inner)->object.get();
-    if (inner != nullptr && inner->kind == Kind::srq && static_cast<Srq*>(inner)->srqn == srqn) {
-      return static_cast<Srq*>(inner);
-    }
-  }
-  return nullptr;
-}
 
 void Context::create_srq(Call& call) {
   const auto driver = call.in<mlx5_ib_create_srq>(UVERBS_ATTR_UHW_IN);

@@ -373,6 +373,94 @@ TEST(Devx, memory_of_a_descriptor_is_a_umem) {
   ::close(fd);
 }
 
+// A key of pieces of another key, by which its memory begins at another address. UCX makes one for
+// each registration, and takes a device with DEVX for one that has them.
+struct IndirectKey {
+  // `pieces` of 4 KiB of `key`, from `address` on and `step` apart; known from `start` on.
+  IndirectKey(Side& side, std::uint64_t start, std::uint32_t key, std::uint64_t address,
+              std::uint32_t pieces, std::uint64_t step = 4096) {
+    std::vector<std::byte> in(prm::create_mkey_in::entries_at + 16 * pieces);
+    std::array<std::byte, 16> out = {};
+    prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_mkey));
+    prm::set(in, prm::mkey_context::access_mode, 3);
+    prm::set(in, prm::mkey_context::remote_write, 1);
+    prm::set(in, prm::mkey_context::local_write, 1);
+    prm::set(in, prm::mkey_context::variant, 0x5a);
+    prm::set(in, prm::mkey_context::start, start);
+    prm::set(in, prm::mkey_context::length, 4096 * pieces);
+    prm::set(in, prm::mkey_context::translations, pieces);
+    prm::set(in, prm::mkey_context::log_entity_size, 12);
+    for (std::uint32_t i = 0; i < pieces; ++i) {
+      const auto at = static_cast<std::uint32_t>(8 * (prm::create_mkey_in::entries_at + 16 * i));
+      prm::set(in, prm::in(at, prm::indirect_entry::key), key);
+      prm::set(in, prm::in(at, prm::indirect_entry::address), address + i * step);
+    }
+    object = mlx5dv_devx_obj_create(side.context, in.data(), in.size(), out.data(), out.size());
+    rkey = static_cast<std::uint32_t>(prm::get(out, prm::object_number)) << 8 | 0x5a;
+  }
+  mlx5dv_devx_obj* object = nullptr;
+  std::uint32_t rkey = 0;
+};
+
+TEST(Devx, an_indirect_key_names_the_same_memory_by_other_addresses) {
+  Side a, b;
+  Address to_b = b.address();
+  a.connect(to_b);
+  b.connect(a.address());
+  // From the second page on, 480 bytes further.
+  const IndirectKey key(b, to_b.memory + 4096 + 480, to_b.rkey, to_b.memory + 4096, 3);
+  ASSERT_NE(key.object, nullptr);
+  std::memset(a.memory, 9, 16384);
+  a.write(to_b, 8192 + 480, 8, key.rkey);
+  a.ring();
+  const mlx5::Cqe* cqe = a.poll();
+  ASSERT_NE(cqe, nullptr);
+  EXPECT_EQ(cqe->op_own >> 4, 0);
+  EXPECT_EQ(b.memory[8192], std::byte{9});
+  EXPECT_EQ(b.memory[8192 + 480], std::byte{0});
+  // Its last byte is that of the fourth page.
+  a.write(to_b, 16384 + 480 - 8, 16, key.rkey);
+  a.ring();
+  cqe = a.poll();
+  ASSERT_NE(cqe, nullptr);
+  EXPECT_EQ(reinterpret_cast<const std::uint8_t*>(cqe)[mlx5::cqe_syndrome_offset], 0x13);
+  EXPECT_EQ(mlx5dv_devx_obj_destroy(key.object), 0);
+}
+
+TEST(Devx, an_indirect_key_ends_with_the_key_that_it_is_made_of) {
+  Side a, b;
+  Address to_b = b.address();
+  a.connect(to_b);
+  b.connect(a.address());
+  std::vector<std::byte> other(8192);
+  ibv_mr* mr = ibv_reg_mr(b.pd, other.data(), other.size(),
+                          IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE);
+  ASSERT_NE(mr, nullptr);
+  to_b.memory = reinterpret_cast<std::uint64_t>(other.data());
+  const IndirectKey key(b, to_b.memory, mr->rkey, to_b.memory, 2);
+  ASSERT_NE(key.object, nullptr);
+  a.write(to_b, 0, 8, key.rkey);
+  a.ring();
+  const mlx5::Cqe* cqe = a.poll();
+  ASSERT_NE(cqe, nullptr);
+  EXPECT_EQ(cqe->op_own >> 4, 0);
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  a.write(to_b, 0, 8, key.rkey);
+  a.ring();
+  cqe = a.poll();
+  ASSERT_NE(cqe, nullptr);
+  EXPECT_EQ(reinterpret_cast<const std::uint8_t*>(cqe)[mlx5::cqe_syndrome_offset], 0x13);
+  EXPECT_EQ(mlx5dv_devx_obj_destroy(key.object), 0);
+}
+
+TEST(Devx, an_indirect_key_of_scattered_pieces_or_of_no_key_is_refused) {
+  Side a;
+  const Address here = a.address();
+  EXPECT_EQ(IndirectKey(a, here.memory, here.rkey, here.memory, 2, 8192).object, nullptr);
+  EXPECT_EQ(IndirectKey(a, here.memory, here.rkey + 0x100, here.memory, 2).object, nullptr);
+  EXPECT_EQ(IndirectKey(a, here.memory, here.rkey, here.memory + Side::bytes, 1).object, nullptr);
+}
+
 // The child is a process of its own before it opens a device.
 TEST(Devx, two_processes_write_to_each_other) {
   int ends[2];

@@ -138,7 +138,7 @@ def ucx():
     need("ucx_perftest")
     good = True
     tests = ("tag_lat -n 50 -s 8", "tag_bw -n 20 -s 65536", "ucp_get -n 20 -s 4096",
-             "ucp_fadd -n 20 -s 8")
+             "ucp_put_lat -n 20 -s 8", "ucp_put_bw -n 20 -s 4096", "ucp_fadd -n 20 -s 8")
     for transports in ("rc_verbs,ud_verbs", "rc_mlx5,ud_mlx5"):
         environment = {"UCX_TLS": transports + ",self", "UCX_NET_DEVICES": "mlx5_0:1"}
         for words in tests:
@@ -147,6 +147,13 @@ def ucx():
                 f"ucx_perftest {words} over {transports}", ["ucx_perftest", "-p", str(port)],
                 ["ucx_perftest", "localhost", "-p", str(port), "-w", "5", "-t", *words.split()],
                 port, environment=environment)
+        # Below UCP: one transport, chosen by name.
+        transport = transports.split(",")[0]
+        port = PORTS.take()
+        good &= both_succeed(
+            f"ucx_perftest put_lat over {transport}", ["ucx_perftest", "-p", str(port)],
+            ["ucx_perftest", "localhost", "-p", str(port), "-w", "5", "-t", "put_lat", "-n", "20",
+             "-s", "8", "-d", "mlx5_0:1", "-x", transport], port, environment=environment)
     return good
 
 

@@ -224,8 +224,17 @@ inline constexpr Field access_mode = in(base, {0x16, 2});
 inline constexpr Field variant = in(base, {0x38, 8});
 inline constexpr Field start = in(base, {0x80, 64});
 inline constexpr Field length = in(base, {0xc0, 64});
+inline constexpr Field translations = in(base, {0x1a0, 32});  // 16-byte units
+inline constexpr Field log_entity_size = in(base, {0x1db, 5});
 }  // namespace mkey_context
+// An entry of an indirect key (KSM): a piece of another key.
+namespace indirect_entry {
+inline constexpr std::uint32_t bytes = 16;
+inline constexpr Field key{0x20, 32};
+inline constexpr Field address{0x40, 64};
+}  // namespace indirect_entry
 namespace create_mkey_in {
+inline constexpr std::uint32_t entries_at = 0x880 / 8;  // bytes, of an indirect key
 inline constexpr Field umem{0x320, 32};
 inline constexpr Field umem_offset{0x340, 64};
 }  // namespace create_mkey_in
