@@ -14,6 +14,7 @@
 
 #include <atomic>
 #include <functional>
+#include <mutex>
 
 #include "peer.cuh"
 
@@ -65,12 +66,26 @@ struct Rank {
   char* from;
   unsigned long long* wrong;
   std::uint32_t seed = 2;
-  Report* report;  // of rank 0
+  Report* report;  // rank 0's rows; whoever gives up on the device API writes them
+  const Options* options;
+  bool on_device = false;  // in NCCL's device API, whose kernels are the peer's own to end
 
   void add(Row row) const {
     if (self == 0) report->add(std::move(row));
   }
 };
+
+// A kernel of the device API that does not end cannot be ended from here: what was measured before
+// it stands, and is all there is.
+[[noreturn]] void give_up(const Rank& rank, const char* what, std::uint64_t limit) {
+  static std::mutex once;
+  once.lock();  // for good: the other rank comes here too
+  std::printf("device API: left out, rank %d's %s was not done in %llu s\n", rank.self, what,
+              static_cast<unsigned long long>(limit / 1'000'000'000));
+  rank.report->print();
+  rank.report->write(rank.options->json);
+  ::_exit(0);
+}
 
 // cudaStreamSynchronize with an end; `rounds` that the stream has still to do earn it 1 ms each.
 void finish(const Rank& rank, const char* what, std::uint64_t rounds = 0) {
@@ -85,6 +100,7 @@ void finish(const Rank& rank, const char* what, std::uint64_t rounds = 0) {
     PEER_NCCL(ncclCommGetAsyncError(rank.comm, &error));
     PEER_NCCL(error);
     if (host_ns() - start > limit) {
+      if (rank.on_device) give_up(rank, what, limit);
       fail("rank %d: %s: not done in %llu s", rank.self, what,
            static_cast<unsigned long long>(limit / 1'000'000'000));
     }
@@ -467,6 +483,7 @@ void run_rank(int self, const ncclUniqueId& id, const Options& options, Report* 
   rank.self = self;
   rank.seed = 2;
   rank.report = report;
+  rank.options = &options;
   PEER_CUDA(cudaSetDevice(self));
   PEER_CUDA(cudaStreamCreateWithFlags(&rank.stream, cudaStreamNonBlocking));
   PEER_NCCL(ncclCommInitRank(&rank.comm, 2, id, self));
@@ -478,7 +495,9 @@ void run_rank(int self, const ncclUniqueId& id, const Options& options, Report* 
   for (const std::uint64_t bytes : options.sizes) measure_all_reduce(rank, options, bytes);
   for (const std::uint64_t bytes : options.sizes) measure_all_to_all(rank, options, bytes);
 #if PEER_NCCL_DEVICE
+  rank.on_device = true;
   measure_lsa(rank, options);
+  rank.on_device = false;
 #endif
   PEER_CUDA(cudaFree(rank.wrong));
   PEER_CUDA(cudaFree(rank.from));
@@ -506,7 +525,7 @@ int main(int argc, char** argv) {
   report.note("NCCL_NVLS_ENABLE");
   ncclUniqueId id;
   PEER_NCCL(ncclGetUniqueId(&id));
-  std::thread second(run_rank, 1, std::cref(id), std::cref(options), nullptr);
+  std::thread second(run_rank, 1, std::cref(id), std::cref(options), &report);
   run_rank(0, id, options, &report);
   second.join();
   report.print();

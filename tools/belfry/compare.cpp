@@ -77,7 +77,7 @@ constexpr Comparison comparisons[] = {
 };
 
 // Of our paths over SoftNIC, those that `belfry bench latency` measures on GPUs.
-constexpr const char* nic_paths = "direct";
+constexpr const char* nic_paths = "direct,host";
 
 // ---- one run of one program ----
 

@@ -86,7 +86,7 @@ struct Column {
   std::vector<unsigned> (*groups)(std::uint64_t bytes);
   std::uint64_t largest;  // message
   Play play;
-  Message message;  // of play_in_kernel
+  Message message;  // of play_in_kernel alone
 };
 
 std::vector<double> play_in_kernel(const Column& column, Comm& comm, unsigned threads,
@@ -99,6 +99,51 @@ std::vector<double> play_in_kernel(const Column& column, Comm& comm, unsigned th
   std::vector<double> values;
   // The first waits for the other rank's launch.
   for (std::uint64_t i = 1; i < p.iterations; ++i) values.push_back(cycles[i] * ns / 2000);
+  return values;
+}
+
+class Stream {
+ public:
+  Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "a stream"); }
+  ~Stream() { (void)cudaStreamDestroy(stream_); }
+  Stream(const Stream&) = delete;
+  Stream& operator=(const Stream&) = delete;
+  CudaStream get() const { return stream_; }
+  // The communicator ends every wait that it put into a stream.
+  void finish() const {
+    for (;;) {
+      const cudaError_t code = cudaStreamQuery(stream_);
+      if (code == cudaSuccess) return;
+      if (code != cudaErrorNotReady) check(code, "a stream of the benchmark");
+    }
+  }
+
+ private:
+  cudaStream_t stream_ = nullptr;
+};
+
+// What programs do without any of this: when the stream has come to a message, the CPU posts it,
+// and the stream waits for the answer. Taken by the CPU's clock.
+std::vector<double> play_in_stream(const Column&, Comm& comm, unsigned, const PingPong& p,
+                                   Scratch&) {
+  const Stream stream;
+  const OnStream on = comm.on(stream.get());
+  const bool first = comm.rank() == 0;
+  const Place from{p.window, 0};
+  const Place to{p.window, (p.bytes + 127) / 128 * 128};
+  std::vector<double> values;
+  for (std::uint64_t i = 0; i < p.iterations; ++i) {
+    const std::uint64_t start = simt::now_ns();
+    StreamTicket sent;
+    if (first) sent = on.put(1, to, from, p.bytes, signal_inc{0});
+    on.wait_signal(0, p.seen + i + 1);
+    if (!first) sent = on.put(0, to, from, p.bytes, signal_inc{0});
+    stream.finish();
+    const std::uint64_t end = simt::now_ns();
+    require_ok(comm.wait(sent), comm, "ping-pong in the order of a stream");
+    // The first waits for the other rank.
+    if (i != 0) values.push_back(static_cast<double>(end - start) / 2000);
+  }
   return values;
 }
 
@@ -121,6 +166,7 @@ const Column columns[] = {
     {"packets", Path::lsa, any_group, 64 * 1024, play_in_kernel, Message::packets},
     {"direct", Path::direct, poster, any_size, play_in_kernel, Message::direct},
     {"proxy", Path::proxy, one_thread, any_size, play_in_kernel, Message::proxy},
+    {"host", Path::host, one_thread, any_size, play_in_stream, Message::direct},
 };
 
 struct Best {

@@ -100,8 +100,13 @@ class LinkSet {
         return {};
       }
     }
-    return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
-                             {src_window_, src_offset}, bytes, tag, alone_ ? &sole_ : nullptr);
+    if constexpr (Paths.has(Path::direct) || Paths.has(Path::proxy)) {
+      return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
+                               {src_window_, src_offset}, bytes, tag, alone_ ? &sole_ : nullptr);
+    } else {
+      return refuse_packets(group, net_.comm_, net_.context_, peer_, {dst_window_, dst_offset},
+                            {src_window_, src_offset}, bytes, tag);
+    }
   }
 
   // As Net::wait_packet(), for what the peer's link puts to `offset`.
@@ -130,6 +135,16 @@ class LinkSet {
     }
     return net_.carry_out(group, peer_, c, route_, resolved, how, pay_fence, post::Doorbell::now,
                           alone_ ? &sole_ : nullptr);
+  }
+
+  // Where stores are all there is, a Net finds out what is wrong, out of the way of what is right.
+  template <class Group>
+  BELFRY_DEVICE BELFRY_COLD static Ticket refuse_packets(const Group& group, const DeviceComm& comm,
+                                                         std::uint32_t context, int peer, Place dst,
+                                                         Place src, std::uint64_t bytes,
+                                                         std::uint32_t tag) {
+    const NetSet<Paths> net(comm, context);
+    return net.put_packet(group, peer, dst, src, bytes, tag);
   }
 
   // What is left to test of an operation by stores: where it goes and whom it tells. Whatever does
