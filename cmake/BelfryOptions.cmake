@@ -98,7 +98,7 @@ function(belfry_test_options target)
   belfry_compile_options(${target})
   if(BELFRY_SANITIZE STREQUAL "")
     target_compile_definitions(${target} PRIVATE BELFRY_OUTLINE_CALLS)
-    target_compile_options(${target} PRIVATE -O1)
+    target_compile_options(${target} PRIVATE -O1 -g0)
   endif()
 endfunction()
 
@@ -109,11 +109,15 @@ endfunction()
 #   SERIAL   runs alone: it measures time, or needs every core
 #   SEEDED   labelled `seeded`: `./dev soak` runs it again and again with BELFRY_FIRST_SEED and
 #            BELFRY_SEEDS (how many) in its environment
-#   NO_ASAN, NO_TSAN   labelled so, and left out of that sanitizer's run
+#   NO_ASAN, NO_TSAN   not built with that sanitizer: it has nothing to find there
 #   TIMEOUT  300 where it is not given
 #   SECONDS  how long it runs, about, so that CTest starts the long ones first
 function(belfry_test name)
   cmake_parse_arguments(arg "SLOW;SERIAL;SEEDED;NO_ASAN;NO_TSAN" "TIMEOUT;SECONDS" "" ${ARGN})
+  if((arg_NO_TSAN AND BELFRY_SANITIZE STREQUAL "thread")
+      OR (arg_NO_ASAN AND BELFRY_SANITIZE STREQUAL "address"))
+    return()
+  endif()
   add_executable(${name} ${arg_UNPARSED_ARGUMENTS})
   target_link_libraries(${name} PRIVATE GTest::gtest GTest::gtest_main nlohmann_json::nlohmann_json)
   target_precompile_headers(${name} REUSE_FROM belfry_test_pch)
@@ -124,10 +128,9 @@ function(belfry_test name)
     set(arg_TIMEOUT 300)
   endif()
   set(labels "")
-  foreach(flag SLOW SEEDED NO_ASAN NO_TSAN)
+  foreach(flag SLOW SEEDED)
     if(arg_${flag})
       string(TOLOWER ${flag} label)
-      string(REPLACE "_" "-" label ${label})
       list(APPEND labels ${label})
     endif()
   endforeach()
