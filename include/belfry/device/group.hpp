@@ -39,32 +39,18 @@ struct Warp {
     return n == 32 ? 0xffffffffu : (1u << n) - 1;
   }
   BELFRY_DEVICE static bool leader() { return rank() == 0; }
-  // With a mask that is known, since a GPU looks up who is there where it is not: a hundred cycles.
-  BELFRY_DEVICE static void sync() {
-    if (size() == 32) {
-      __syncwarp(0xffffffffu);
-    } else {
-      __syncwarp(mask());
-    }
-  }
-  // Whether `value` is true of any member. Orders no memory.
-  BELFRY_DEVICE static bool any(bool value) {
-    return size() == 32 ? __any_sync(0xffffffffu, value) != 0 : __any_sync(mask(), value) != 0;
-  }
+  BELFRY_DEVICE static void sync() { __syncwarp(mask()); }
   // Every member gets the leader's value.
   template <class T>
   BELFRY_DEVICE static T broadcast(const T& value) {
     static_assert(sizeof(T) % 4 == 0);
     std::uint32_t words[sizeof(T) / 4];
     std::memcpy(words, &value, sizeof(T));
-    if (size() == 32) {
-      for (std::uint32_t& word : words) word = __shfl_sync(0xffffffffu, word, 0);
-    } else {
-      for (std::uint32_t& word : words) word = __shfl_sync(mask(), word, 0);
-    }
+    const unsigned members = mask();
+    for (std::uint32_t& word : words) word = __shfl_sync(members, word, 0);
     // A shuffle orders no memory: what the leader acquired (a signal, a completion) is every
     // member's only after this.
-    sync();
+    __syncwarp(members);
     T result;
     std::memcpy(static_cast<void*>(&result), words, sizeof(T));
     return result;
@@ -133,9 +119,6 @@ namespace detail {
 
 // What a thread has in flight at once, of whatever it copies: so many loads take as long as one.
 inline constexpr unsigned copies_at_once = 4;
-BELFRY_HOST_DEVICE constexpr unsigned at_most(std::uint64_t count, unsigned most) {
-  return count < most ? static_cast<unsigned>(count) : most;
-}
 
 #if BELFRY_ON_GPU
 template <class Word, class Group>
@@ -144,19 +127,16 @@ BELFRY_DEVICE void copy_words(const Group& group, std::byte* dst, const std::byt
   auto* to = reinterpret_cast<Word*>(dst);
   const auto* from = reinterpret_cast<const Word*>(src);
   const std::uint64_t words = bytes / sizeof(Word);
-  const unsigned step = group.size();
-  for (std::uint64_t base = 0; base < words; base += copies_at_once * step) {
-    const unsigned count = at_most(words - base, copies_at_once * step);
+  const std::uint64_t step = group.size();
+  for (std::uint64_t i = group.rank(); i < words; i += copies_at_once * step) {
     Word word[copies_at_once];
     BELFRY_UNROLL
     for (unsigned k = 0; k < copies_at_once; ++k) {
-      const unsigned i = group.rank() + k * step;
-      if (i < count) word[k] = from[base + i];
+      if (i + k * step < words) word[k] = from[i + k * step];
     }
     BELFRY_UNROLL
     for (unsigned k = 0; k < copies_at_once; ++k) {
-      const unsigned i = group.rank() + k * step;
-      if (i < count) to[base + i] = word[k];
+      if (i + k * step < words) to[i + k * step] = word[k];
     }
   }
   // What is left, by as few accesses as its size allows: byte by byte, one thread would wait for

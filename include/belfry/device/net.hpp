@@ -352,11 +352,12 @@ class NetSet {
       const int aborted = __syncthreads_or(mine == Status::aborted);
       return failed != 0 ? Status::failed : aborted != 0 ? Status::aborted : Status::timed_out;
     } else if constexpr (std::is_same_v<Group, Warp>) {
+      const unsigned mask = group.mask();
       // A vote orders no memory, and members read what others unpacked.
       group.sync();
-      if (!group.any(mine != Status::ok)) return Status::ok;
-      if (group.any(mine == Status::failed)) return Status::failed;
-      return group.any(mine == Status::aborted) ? Status::aborted : Status::timed_out;
+      if (__any_sync(mask, mine != Status::ok) == 0) return Status::ok;
+      if (__any_sync(mask, mine == Status::failed) != 0) return Status::failed;
+      return __any_sync(mask, mine == Status::aborted) != 0 ? Status::aborted : Status::timed_out;
     } else {
       return mine;
     }
@@ -899,37 +900,32 @@ class NetSet {
       }
       return all_ok(group, status);
     }
-    const unsigned step = group.size();
+    const std::uint64_t step = group.size();
     // Several loads at once: they take as long as one.
-    for (std::uint64_t base = 0; base < pairs && status == Status::ok;
-         base += packets_at_once * step) {
-      const unsigned n = detail::at_most(pairs - base, packets_at_once * step);
-      if (group.rank() >= n) break;
-      const Word16* const from = in_pairs + base;
+    for (std::uint64_t first = group.rank(); first < pairs && status == Status::ok;
+         first += packets_at_once * step) {
       Word16 word[packets_at_once];
-      status = wait_until(comm_.scope, "packet", 2 * base, -1, tag, in + 2 * base, [&] {
+      status = wait_until(comm_.scope, "packet", 2 * first, -1, tag, in + 2 * first, [&] {
         bool all = true;
         BELFRY_UNROLL
         for (unsigned k = 0; k < packets_at_once; ++k) {
-          const unsigned i = group.rank() + k * step;
-          if (i < n) word[k] = load_word16(from + i);
+          if (first + k * step < pairs) word[k] = load_word16(in_pairs + first + k * step);
         }
         BELFRY_UNROLL
         for (unsigned k = 0; k < packets_at_once; ++k) {
-          all = all && (group.rank() + k * step >= n ||
+          all = all && (first + k * step >= pairs ||
                         (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
                          static_cast<std::uint32_t>(word[k].high >> 32) == tag));
         }
         return all;
       });
       if (status != Status::ok) break;
-      std::uint32_t* const to = out + 2 * base;
       BELFRY_UNROLL
       for (unsigned k = 0; k < packets_at_once; ++k) {
-        const unsigned i = group.rank() + k * step;
-        if (i >= n) continue;
-        to[2 * i] = static_cast<std::uint32_t>(word[k].low);
-        to[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        out[2 * i] = static_cast<std::uint32_t>(word[k].low);
+        out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
       }
     }
     for (std::uint64_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
@@ -953,10 +949,10 @@ class NetSet {
     group.sync();
     const std::uint64_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
     auto* out_pairs = reinterpret_cast<Word16*>(out);
-    const unsigned step = group.size();
+    const std::uint64_t step = group.size();
     // A message of at most a pair for each member: no loop.
     if (count == 2 * pairs && pairs <= step) {
-      const unsigned i = group.rank();
+      const std::uint64_t i = group.rank();
       if (i < pairs) {
         store_word16(out_pairs + i,
                      {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
@@ -964,22 +960,20 @@ class NetSet {
       group.sync();
       return;
     }
-    for (std::uint64_t base = 0; base < pairs; base += packets_at_once * step) {
-      const unsigned n = detail::at_most(pairs - base, packets_at_once * step);
-      const std::uint32_t* const from = words + 2 * base;
+    for (std::uint64_t first = group.rank(); first < pairs; first += packets_at_once * step) {
       std::uint32_t word[2 * packets_at_once];
       BELFRY_UNROLL
       for (unsigned k = 0; k < packets_at_once; ++k) {
-        const unsigned i = group.rank() + k * step;
-        if (i >= n) continue;
-        word[2 * k] = from[2 * i];
-        word[2 * k + 1] = from[2 * i + 1];
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        word[2 * k] = words[2 * i];
+        word[2 * k + 1] = words[2 * i + 1];
       }
       BELFRY_UNROLL
       for (unsigned k = 0; k < packets_at_once; ++k) {
-        const unsigned i = group.rank() + k * step;
-        if (i >= n) continue;
-        store_word16(out_pairs + base + i,
+        const std::uint64_t i = first + k * step;
+        if (i >= pairs) continue;
+        store_word16(out_pairs + i,
                      {detail::packet(word[2 * k], tag), detail::packet(word[2 * k + 1], tag)});
       }
     }
