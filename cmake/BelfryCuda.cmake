@@ -63,18 +63,22 @@ function(belfry_cuda_sources target)
 endfunction()
 
 # belfry_cuda_objects(target sources.cu...): compiles each source for every architecture as part
-# of `target`. The build fails when ptxas ignored setmaxnreg, or when a kernel whose name begins
-# with `hot_` spills or uses local memory; see check_ptxas.py.
+# of `target`, with its COMPILE_OPTIONS. The build fails when ptxas ignored setmaxnreg, or when a
+# kernel whose name begins with `hot_` spills or uses local memory; see check_ptxas.py.
 function(belfry_cuda_objects target)
   belfry_nvcc(nvcc)
   set(objects "")
   foreach(source ${ARGN})
     cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
     cmake_path(GET source STEM name)
+    get_source_file_property(options ${source} COMPILE_OPTIONS)
+    if(NOT options)
+      set(options "")
+    endif()
     foreach(arch ${BELFRY_CUDA_ARCHITECTURES})
       set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.sm_${arch}.o)
       add_custom_command(OUTPUT ${object}
-        COMMAND ${nvcc} -c ${source} -o ${object} -gencode=arch=compute_${arch},code=sm_${arch}
+        COMMAND ${nvcc} -c ${source} -o ${object} -gencode=arch=compute_${arch},code=sm_${arch} ${options}
                 -MD -MF ${object}.d -MT ${object}
         DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
         DEPFILE ${object}.d

@@ -396,7 +396,7 @@ TEST_P(Streams, an_abort_lets_streams_go_on) {
                           const Window window = comm.window(4096);
                           const auto stream = HostStream::make(1);
                           const OnStream on = comm.on(stream);
-                          Gate gate, over;
+                          Gate over;
                           comm.barrier();
                           if (comm.rank() == 0) {
                             EXPECT_EQ(comm.wait(on.signal(1, signal_inc{1})), Status::ok);

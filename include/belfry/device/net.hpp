@@ -949,33 +949,11 @@ class NetSet {
     group.sync();
     const std::uint64_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
     auto* out_pairs = reinterpret_cast<Word16*>(out);
-    const std::uint64_t step = group.size();
-    // A message of at most a pair for each member: no loop.
-    if (count == 2 * pairs && pairs <= step) {
-      const std::uint64_t i = group.rank();
-      if (i < pairs) {
-        store_word16(out_pairs + i,
-                     {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
-      }
-      group.sync();
-      return;
-    }
-    for (std::uint64_t first = group.rank(); first < pairs; first += packets_at_once * step) {
-      std::uint32_t word[2 * packets_at_once];
-      BELFRY_UNROLL
-      for (unsigned k = 0; k < packets_at_once; ++k) {
-        const std::uint64_t i = first + k * step;
-        if (i >= pairs) continue;
-        word[2 * k] = words[2 * i];
-        word[2 * k + 1] = words[2 * i + 1];
-      }
-      BELFRY_UNROLL
-      for (unsigned k = 0; k < packets_at_once; ++k) {
-        const std::uint64_t i = first + k * step;
-        if (i >= pairs) continue;
-        store_word16(out_pairs + i,
-                     {detail::packet(word[2 * k], tag), detail::packet(word[2 * k + 1], tag)});
-      }
+    // Each leaves as soon as it is read: the source is near, and what is first on its way is first
+    // there.
+    for (std::uint64_t i = group.rank(); i < pairs; i += group.size()) {
+      store_word16(out_pairs + i,
+                   {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
     }
     for (std::uint64_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
       store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
