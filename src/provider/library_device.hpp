@@ -70,7 +70,8 @@ class LibraryDevice {
   void report(std::string line);
 
   std::unordered_map<std::uint32_t, Region> regions;
-  bool cut = false;  // a connection was lost; with the lock held
+  // A connection was lost, or a queue left with transfers under way; with the lock held.
+  bool cut = false;
   const Config& config() const { return config_; }
   // When the pass that is under way began, on the clock of this machine: what the network does
   // takes real time, also where the executor's is virtual.

@@ -49,6 +49,8 @@ void LibraryQueue::join() {
 
 void LibraryQueue::leave() {
   const std::lock_guard guard(device_->lock);
+  // Also of a rank that was told of the loss by others before its own library was.
+  if (issued_ != completed_) device_->cut = true;
   device_->remove(*this);
 }
 
