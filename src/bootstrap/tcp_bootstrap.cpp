@@ -300,17 +300,21 @@ struct TcpBootstrap::State {
 
   enum class Waited { done, failed, late };
 
+  // Whether a rank that leaves is a failure of what is waited for.
+  enum class Departures { fail, are_well };
+
   // Until done() holds, a failure is known, or the deadline has passed; done() is called with the
   // mutex held, and goes first: an answer that came counts, whatever came after it.
   template <class Done, class Progress>
-  Waited wait(Deadline deadline, Done done, Progress progress, bool hooked) {
+  Waited wait(Deadline deadline, Done done, Progress progress, bool hooked,
+              Departures departures = Departures::fail) {
     std::vector<pollfd> fds;
     for (;;) {
       {
         std::lock_guard lock(mutex);
         pump();
         if (done()) return Waited::done;
-        if (trouble()) return Waited::failed;
+        if (departures == Departures::fail ? trouble() : failure) return Waited::failed;
         fds.clear();
         append_polls(fds);
       }
@@ -903,10 +907,10 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
     self.fail(error.what());
     throw error;
   }
-  const auto wait_for = [&](auto done) {
+  const auto wait_for = [&](auto done, Departures departures = Departures::fail) {
     try {
       return wait(
-          deadline, done, [&] { self.progress(); }, self.has_progress());
+          deadline, done, [&] { self.progress(); }, self.has_progress(), departures);
     } catch (...) {
       self.fail(fmt::format("its progress hook threw during {}", name));
       throw;
@@ -1034,10 +1038,11 @@ Bytes TcpBootstrap::State::collective(TcpBootstrap& self, Operation operation,
     for (std::size_t rank = 1; rank < peers.size(); ++rank) send(peers[rank], news);
   }
 
-  // and sees the answers off, so that its memory and its deadline end with the operation.
-  const auto flushed = wait_for([&] {
-    return std::ranges::all_of(peers, [](const Peer& peer) { return peer.out.empty(); });
-  });
+  // and sees the answers off, so that its memory and its deadline end with the operation. A rank
+  // that has read its own may leave while others still read.
+  const auto flushed = wait_for(
+      [&] { return std::ranges::all_of(peers, [](const Peer& peer) { return peer.out.empty(); }); },
+      Departures::are_well);
   if (flushed == Waited::failed) throw give_up({});
   if (flushed == Waited::late) {
     std::unique_lock lock(mutex);

@@ -465,6 +465,47 @@ TEST(bootstrap_liveness, a_rank_that_leaves_is_seen_to_leave) {
   EXPECT_TRUE(contains(outcomes[1], "rank 2 left")) << outcomes[1];
 }
 
+TEST(bootstrap_liveness, a_rank_may_leave_with_its_answer_while_another_still_reads) {
+  const Meeting meeting;
+  std::atomic<int> turns{0};     // of rank 0's wait
+  std::atomic<int> left_at{-1};  // when rank 1 had said goodbye
+  const auto contribute = [&](int rank) {
+    FakePeer peer = FakePeer::connect(meeting.port);
+    peer.send(hello_of(meeting, rank, 3));
+    peer.receive();
+    peer.receive();
+    peer.send(frame_of(Kind::contribution, Operation::allgather, 1, bytes_of("x")));
+    return peer;
+  };
+  std::optional<FakePeer> first, second;
+  std::thread leaver([&] {
+    first = contribute(1);
+    EXPECT_TRUE(first->receive().has_value());
+    first->send(frame_of(Kind::goodbye, Operation::barrier, 0, {}));
+    left_at = turns.load();
+  });
+  std::thread reader([&] {
+    second = contribute(2);
+    // Rank 0 has seen the goodbye before its answer to this rank can be out.
+    const auto until = std::chrono::steady_clock::now() + patience;
+    while ((left_at < 0 || turns < left_at + 3) && std::chrono::steady_clock::now() < until) {
+      std::this_thread::sleep_for(milliseconds(1));
+    }
+    EXPECT_TRUE(second->receive().has_value());
+  });
+  const std::string outcome = outcome_of([&] {
+    TcpOptions options = meeting.options(0, 3);
+    options.progress = [&] { ++turns; };
+    const auto bootstrap = TcpBootstrap::create(options);
+    const auto all = bootstrap->allgather(Bytes(std::size_t{14} << 20));  // no socket buffers it
+    EXPECT_EQ(all.at(2), bytes_of("x"));
+    EXPECT_EQ(await_failure(*bootstrap).kind, Failure::Kind::left);
+  });
+  leaver.join();
+  reader.join();
+  EXPECT_EQ(outcome, "");
+}
+
 TEST(bootstrap_liveness, a_rank_0_that_leaves_is_seen_to_leave) {
   tcp_job(3, [&](Bootstrap& bootstrap) {
     bootstrap.barrier();
