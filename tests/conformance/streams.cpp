@@ -4,6 +4,8 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <string>
 #include <vector>
 
 #include "belfry/comm.hpp"
@@ -64,41 +66,51 @@ bool eventually(Condition condition) {
   return false;
 }
 
+// A run of two ranks, each with a window and a stream of its own. What it says of what went wrong.
+std::string run_with_stream(
+    const World& w,
+    const std::function<void(Comm&, const Window&, HostStream&, const OnStream&)>& body) {
+  return run_world(w, [&](Comm& comm) {
+    const Window window = comm.window(8192);
+    const auto stream = HostStream::make(1);
+    const OnStream on = comm.on(stream);
+    comm.barrier();
+    body(comm, window, *stream, on);
+  });
+}
+
 class Streams : public testing::TestWithParam<Setting> {};
 
 TEST_P(Streams, the_cpu_posts_when_the_stream_gets_there_and_not_before) {
-  EXPECT_EQ(run_world(world(GetParam(), Path::host),
-                      [&](Comm& comm) {
-                        const Window window = comm.window(4096);
-                        auto* words = window.as<std::uint64_t>();
-                        const auto stream = HostStream::make(7);
-                        const OnStream on = comm.on(stream);
-                        Gate gate, over;
-                        comm.barrier();
-                        if (comm.rank() == 0) {
-                          words[0] = 1;
-                          gate.holds(*stream, 1);
-                          const StreamTicket put = on.put(1, window.at(8), window.at(0), 8,
-                                                          signal_inc{0}, counter_inc{2});
-                          on.wait(put);
-                          over.is_told(*stream, 1);
-                          linger(GetParam());
-                          EXPECT_EQ(over.value(), 0u);
-                        }
-                        comm.barrier();
-                        EXPECT_EQ(words[1], 0u) << comm.rank();
-                        comm.barrier();
-                        if (comm.rank() == 0) {
-                          words[0] = 0x1234;  // what it holds when the stream gets there
-                          gate.open(1);
-                          EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
-                          EXPECT_EQ(comm.read_counter(2), 1u);
-                        } else {
-                          EXPECT_EQ(comm.wait_signal(0, 1), Status::ok);
-                          EXPECT_EQ(words[1], 0x1234u);
-                        }
-                        comm.barrier();
-                      }),
+  EXPECT_EQ(run_with_stream(
+                world(GetParam(), Path::host),
+                [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                  auto* words = window.as<std::uint64_t>();
+                  Gate gate, over;
+                  if (comm.rank() == 0) {
+                    words[0] = 1;
+                    gate.holds(stream, 1);
+                    const StreamTicket put =
+                        on.put(1, window.at(8), window.at(0), 8, signal_inc{0}, counter_inc{2});
+                    on.wait(put);
+                    over.is_told(stream, 1);
+                    linger(GetParam());
+                    EXPECT_EQ(over.value(), 0u);
+                  }
+                  comm.barrier();
+                  EXPECT_EQ(words[1], 0u) << comm.rank();
+                  comm.barrier();
+                  if (comm.rank() == 0) {
+                    words[0] = 0x1234;  // what it holds when the stream gets there
+                    gate.open(1);
+                    EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
+                    EXPECT_EQ(comm.read_counter(2), 1u);
+                  } else {
+                    EXPECT_EQ(comm.wait_signal(0, 1), Status::ok);
+                    EXPECT_EQ(words[1], 0x1234u);
+                  }
+                  comm.barrier();
+                }),
             "");
 }
 
@@ -107,31 +119,27 @@ TEST_P(Streams, posts_of_one_stream_keep_its_order_through_a_small_queue) {
   w.options.softnic.delay = 0.3;
   w.options.softnic.late_placement = true;
   w.options.first_index = 0xfffe;
-  EXPECT_EQ(run_world(w,
-                      [&](Comm& comm) {
-                        constexpr std::uint32_t rounds = 60;
-                        const Window window = comm.window(8192);
-                        const auto stream = HostStream::make(1);
-                        const OnStream on = comm.on(stream);
-                        comm.barrier();
-                        if (comm.rank() == 0) {
-                          StreamTicket last;
-                          for (std::uint32_t i = 1; i <= rounds; ++i) {
-                            last = on.post(1, op::put_value(window.at(8ull * i), i));
-                            if (i % 3 == 0) last = on.signal(1, signal_set{1, i});
-                          }
-                          EXPECT_EQ(comm.wait(last), Status::ok);
-                          EXPECT_EQ(comm.quiet(1), Status::ok);
-                        } else {
-                          for (std::uint32_t told = 3; told <= rounds; told += 3) {
-                            EXPECT_EQ(comm.wait_signal(1, told), Status::ok);
-                            for (std::uint32_t i = 1; i <= told; ++i) {
-                              EXPECT_EQ(window.as<std::uint32_t>()[2 * i], i) << told;
-                            }
-                          }
-                        }
-                        comm.barrier();
-                      }),
+  EXPECT_EQ(run_with_stream(w,
+                            [&](Comm& comm, const Window& window, HostStream&, const OnStream& on) {
+                              constexpr std::uint32_t rounds = 60;
+                              if (comm.rank() == 0) {
+                                StreamTicket last;
+                                for (std::uint32_t i = 1; i <= rounds; ++i) {
+                                  last = on.post(1, op::put_value(window.at(8ull * i), i));
+                                  if (i % 3 == 0) last = on.signal(1, signal_set{1, i});
+                                }
+                                EXPECT_EQ(comm.wait(last), Status::ok);
+                                EXPECT_EQ(comm.quiet(1), Status::ok);
+                              } else {
+                                for (std::uint32_t told = 3; told <= rounds; told += 3) {
+                                  EXPECT_EQ(comm.wait_signal(1, told), Status::ok);
+                                  for (std::uint32_t i = 1; i <= told; ++i) {
+                                    EXPECT_EQ(window.as<std::uint32_t>()[2 * i], i) << told;
+                                  }
+                                }
+                              }
+                              comm.barrier();
+                            }),
             "");
 }
 
@@ -169,112 +177,103 @@ TEST_P(Streams, a_stream_fires_and_waits_for_the_completion_entry) {
   World w = world(GetParam(), Path::triggered);
   w.options.softnic.delay = 0.3;
   w.options.first_index = 0xfff8;
-  EXPECT_EQ(run_world(w,
-                      [&](Comm& comm) {
-                        constexpr std::uint32_t requests = 40;
-                        const Window window = comm.window(4096);
-                        const auto stream = HostStream::make(1);
-                        const OnStream on = comm.on(stream);
-                        Gate gate, over;
-                        comm.barrier();
-                        if (comm.rank() == 0) {
-                          for (std::uint32_t i = 1; i <= requests; ++i) {
-                            const Trigger t = comm.prepare(
-                                0, 1, {op::put_value(window.at(8ull * i), i, signal_inc{0})});
-                            if (i == 1) gate.holds(*stream, 1);
-                            on.fire(t);
-                            on.wait(t);
-                            over.is_told(*stream, i);
-                            if (i > 1) continue;
-                            linger(GetParam());
-                            EXPECT_EQ(over.value(), 0u);
-                            EXPECT_EQ(comm.read_signal(0), 0u);
-                            gate.open(1);
-                          }
-                          EXPECT_TRUE(eventually([&] { return over.value() == requests; }));
-                        } else {
-                          EXPECT_EQ(comm.wait_signal(0, requests), Status::ok);
-                          for (std::uint32_t i = 1; i <= requests; ++i) {
-                            EXPECT_EQ(window.as<std::uint32_t>()[2 * i], i);
-                          }
-                        }
-                        comm.barrier();
-                      }),
+  EXPECT_EQ(run_with_stream(
+                w,
+                [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                  constexpr std::uint32_t requests = 40;
+                  Gate gate, over;
+                  if (comm.rank() == 0) {
+                    for (std::uint32_t i = 1; i <= requests; ++i) {
+                      const Trigger t = comm.prepare(
+                          0, 1, {op::put_value(window.at(8ull * i), i, signal_inc{0})});
+                      if (i == 1) gate.holds(stream, 1);
+                      on.fire(t);
+                      on.wait(t);
+                      over.is_told(stream, i);
+                      if (i > 1) continue;
+                      linger(GetParam());
+                      EXPECT_EQ(over.value(), 0u);
+                      EXPECT_EQ(comm.read_signal(0), 0u);
+                      gate.open(1);
+                    }
+                    EXPECT_TRUE(eventually([&] { return over.value() == requests; }));
+                  } else {
+                    EXPECT_EQ(comm.wait_signal(0, requests), Status::ok);
+                    for (std::uint32_t i = 1; i <= requests; ++i) {
+                      EXPECT_EQ(window.as<std::uint32_t>()[2 * i], i);
+                    }
+                  }
+                  comm.barrier();
+                }),
             "");
 }
 
 TEST_P(Streams, a_completion_entry_that_a_late_stream_watches_is_not_used_again) {
   World w = world(GetParam(), Path::triggered);
   w.options.collapsed_cq = false;
-  EXPECT_EQ(run_world(w,
-                      [&](Comm& comm) {
-                        const Window window = comm.window(4096);
-                        const auto stream = HostStream::make(1);
-                        const OnStream on = comm.on(stream);
-                        Gate gate, over;
-                        comm.barrier();
-                        if (comm.rank() == 0) {
-                          const auto prepare = [&](std::uint32_t i) {
-                            return comm.prepare(0, 1, {op::put_value(window.at(8ull * i), i)});
-                          };
-                          const Trigger watched = prepare(1);
-                          gate.holds(*stream, 1);
-                          on.wait(watched);
-                          over.is_told(*stream, 1);
-                          EXPECT_EQ(comm.fire(watched), Status::ok);
-                          EXPECT_EQ(comm.wait(watched), Status::ok);
-                          std::vector<Trigger> more;
-                          for (std::uint32_t i = 2; i <= 4; ++i) more.push_back(prepare(i));
-                          for (const Trigger& t : more) EXPECT_EQ(comm.fire(t), Status::ok);
-                          for (const Trigger& t : more) EXPECT_EQ(comm.wait(t), Status::ok);
-                          // A queue of four blocks: the next takes the place of the first.
-                          const Prepared next{1, {op::put_value(window.at(40), 5u)}};
-                          EXPECT_FALSE(comm.try_prepare(0, std::span(&next, 1)).has_value());
-                          gate.open(1);
-                          EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
-                          const Trigger last = prepare(5);
-                          EXPECT_EQ(comm.fire(last), Status::ok);
-                          EXPECT_EQ(comm.wait(last), Status::ok);
-                        }
-                        comm.barrier();
-                        for (std::uint32_t i = 1; i <= 5; ++i) {
-                          EXPECT_EQ(window.as<std::uint32_t>()[2 * i], comm.rank() == 1 ? i : 0u);
-                        }
-                        comm.barrier();
-                      }),
+  EXPECT_EQ(run_with_stream(
+                w,
+                [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                  Gate gate, over;
+                  if (comm.rank() == 0) {
+                    const auto prepare = [&](std::uint32_t i) {
+                      return comm.prepare(0, 1, {op::put_value(window.at(8ull * i), i)});
+                    };
+                    const Trigger watched = prepare(1);
+                    gate.holds(stream, 1);
+                    on.wait(watched);
+                    over.is_told(stream, 1);
+                    EXPECT_EQ(comm.fire(watched), Status::ok);
+                    EXPECT_EQ(comm.wait(watched), Status::ok);
+                    std::vector<Trigger> more;
+                    for (std::uint32_t i = 2; i <= 4; ++i) more.push_back(prepare(i));
+                    for (const Trigger& t : more) EXPECT_EQ(comm.fire(t), Status::ok);
+                    for (const Trigger& t : more) EXPECT_EQ(comm.wait(t), Status::ok);
+                    // A queue of four blocks: the next takes the place of the first.
+                    const Prepared next{1, {op::put_value(window.at(40), 5u)}};
+                    EXPECT_FALSE(comm.try_prepare(0, std::span(&next, 1)).has_value());
+                    gate.open(1);
+                    EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
+                    const Trigger last = prepare(5);
+                    EXPECT_EQ(comm.fire(last), Status::ok);
+                    EXPECT_EQ(comm.wait(last), Status::ok);
+                  }
+                  comm.barrier();
+                  for (std::uint32_t i = 1; i <= 5; ++i) {
+                    EXPECT_EQ(window.as<std::uint32_t>()[2 * i], comm.rank() == 1 ? i : 0u);
+                  }
+                  comm.barrier();
+                }),
             "");
 }
 
 TEST_P(Streams, a_request_is_given_to_a_stream_in_order_and_once) {
-  EXPECT_EQ(run_world(world(GetParam(), Path::triggered),
-                      [&](Comm& comm) {
-                        const Window window = comm.window(4096);
-                        const auto stream = HostStream::make(1);
-                        const OnStream on = comm.on(stream);
-                        comm.barrier();
-                        if (comm.rank() == 0) {
-                          const Trigger a = comm.prepare(0, 1, {op::put_value(window.at(0), 1u)});
-                          const Trigger b = comm.prepare(0, 1, {op::put_value(window.at(4), 2u)});
-                          EXPECT_THROW(on.fire(b), Error);
-                          stream->refuses = true;
-                          EXPECT_THROW(on.fire(a), Error);  // and it stays unclaimed
-                          EXPECT_THROW(on.wait(a), Error);
-                          EXPECT_THROW((void)on.signal(1, signal_inc{0}), Error);
-                          stream->refuses = false;
-                          on.fire(a);
-                          EXPECT_THROW(on.fire(a), Error);
-                          on.fire(b);
-                          on.wait(b);
-                          EXPECT_TRUE(eventually([&] { return stream->idle(); }));
-                          EXPECT_EQ(comm.wait(a), Status::ok);
-                          EXPECT_EQ(comm.wait(b), Status::ok);
-                          EXPECT_EQ(comm.error(), std::nullopt);
-                        }
-                        comm.barrier();
-                        EXPECT_EQ(window.as<std::uint32_t>()[0], comm.rank() == 1 ? 1u : 0u);
-                        EXPECT_EQ(window.as<std::uint32_t>()[1], comm.rank() == 1 ? 2u : 0u);
-                        comm.barrier();
-                      }),
+  EXPECT_EQ(run_with_stream(
+                world(GetParam(), Path::triggered),
+                [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                  if (comm.rank() == 0) {
+                    const Trigger a = comm.prepare(0, 1, {op::put_value(window.at(0), 1u)});
+                    const Trigger b = comm.prepare(0, 1, {op::put_value(window.at(4), 2u)});
+                    EXPECT_THROW(on.fire(b), Error);
+                    stream.refuses = true;
+                    EXPECT_THROW(on.fire(a), Error);  // and it stays unclaimed
+                    EXPECT_THROW(on.wait(a), Error);
+                    EXPECT_THROW((void)on.signal(1, signal_inc{0}), Error);
+                    stream.refuses = false;
+                    on.fire(a);
+                    EXPECT_THROW(on.fire(a), Error);
+                    on.fire(b);
+                    on.wait(b);
+                    EXPECT_TRUE(eventually([&] { return stream.idle(); }));
+                    EXPECT_EQ(comm.wait(a), Status::ok);
+                    EXPECT_EQ(comm.wait(b), Status::ok);
+                    EXPECT_EQ(comm.error(), std::nullopt);
+                  }
+                  comm.barrier();
+                  EXPECT_EQ(window.as<std::uint32_t>()[0], comm.rank() == 1 ? 1u : 0u);
+                  EXPECT_EQ(window.as<std::uint32_t>()[1], comm.rank() == 1 ? 2u : 0u);
+                  comm.barrier();
+                }),
             "");
 }
 
@@ -391,44 +390,41 @@ void enqueue_waits(Comm& comm, const Window& window, HostStream& stream, const O
 
 TEST_P(Streams, an_abort_lets_streams_go_on) {
   for (const bool triggered : {false, true}) {
-    EXPECT_EQ(run_world(world(GetParam(), triggered ? Path::triggered : Path::host),
-                        [&](Comm& comm) {
-                          const Window window = comm.window(4096);
-                          const auto stream = HostStream::make(1);
-                          const OnStream on = comm.on(stream);
-                          Gate over;
-                          comm.barrier();
-                          if (comm.rank() == 0) {
-                            EXPECT_EQ(comm.wait(on.signal(1, signal_inc{1})), Status::ok);
-                            enqueue_waits(comm, window, *stream, on, over, triggered);
-                            const StreamTicket lost = on.signal(1, signal_inc{1});
-                            on.wait(lost);
-                            over.is_told(*stream, 2);
-                            linger(GetParam());
-                            EXPECT_EQ(over.value(), 0u);
-                            const Health health = comm.health();
-                            EXPECT_EQ(std::count_if(health.pending.begin(), health.pending.end(),
-                                                    [](const auto& line) {
-                                                      return line.starts_with("stream 1: ");
-                                                    }),
-                                      1);
-                            comm.abort("a test");
-                            EXPECT_TRUE(eventually([&] { return over.value() == 2; }));
-                            EXPECT_EQ(comm.wait(lost), Status::aborted);
-                            // What comes later does not stay either.
-                            on.wait_signal(6, 1);
-                            on.wait(on.signal(1, signal_inc{1}));
-                            over.is_told(*stream, 3);
-                            EXPECT_TRUE(eventually([&] { return over.value() == 3; }));
-                            // The signals are as they were, and so no kernel is deceived.
-                            EXPECT_TRUE(eventually([&] { return comm.read_signal(6) == 0; }));
-                            EXPECT_EQ(comm.read_signal(5), 0u);
-                            EXPECT_EQ(comm.health().status, Status::aborted);
-                          } else {
-                            while (comm.health().status == Status::ok) simt::yield();
-                            EXPECT_EQ(comm.read_signal(1), 1u);
-                          }
-                        }),
+    EXPECT_EQ(run_with_stream(
+                  world(GetParam(), triggered ? Path::triggered : Path::host),
+                  [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                    Gate over;
+                    if (comm.rank() == 0) {
+                      EXPECT_EQ(comm.wait(on.signal(1, signal_inc{1})), Status::ok);
+                      enqueue_waits(comm, window, stream, on, over, triggered);
+                      const StreamTicket lost = on.signal(1, signal_inc{1});
+                      on.wait(lost);
+                      over.is_told(stream, 2);
+                      linger(GetParam());
+                      EXPECT_EQ(over.value(), 0u);
+                      const Health health = comm.health();
+                      EXPECT_EQ(std::count_if(health.pending.begin(), health.pending.end(),
+                                              [](const auto& line) {
+                                                return line.starts_with("stream 1: ");
+                                              }),
+                                1);
+                      comm.abort("a test");
+                      EXPECT_TRUE(eventually([&] { return over.value() == 2; }));
+                      EXPECT_EQ(comm.wait(lost), Status::aborted);
+                      // What comes later does not stay either.
+                      on.wait_signal(6, 1);
+                      on.wait(on.signal(1, signal_inc{1}));
+                      over.is_told(stream, 3);
+                      EXPECT_TRUE(eventually([&] { return over.value() == 3; }));
+                      // The signals are as they were, and so no kernel is deceived.
+                      EXPECT_TRUE(eventually([&] { return comm.read_signal(6) == 0; }));
+                      EXPECT_EQ(comm.read_signal(5), 0u);
+                      EXPECT_EQ(comm.health().status, Status::aborted);
+                    } else {
+                      while (comm.health().status == Status::ok) simt::yield();
+                      EXPECT_EQ(comm.read_signal(1), 1u);
+                    }
+                  }),
               "");
   }
 }
@@ -437,26 +433,23 @@ TEST_P(Streams, a_wait_past_the_deadline_fails_the_communicator_and_lets_the_str
   for (const bool triggered : {false, true}) {
     World w = world(GetParam(), triggered ? Path::triggered : Path::host);
     w.options.timeout = w.options.startup_timeout = std::chrono::milliseconds(50);
-    EXPECT_EQ(run_world(w,
-                        [&](Comm& comm) {
-                          const Window window = comm.window(4096);
-                          const auto stream = HostStream::make(1);
-                          const OnStream on = comm.on(stream);
-                          Gate gate, over;
-                          comm.barrier();
-                          if (comm.rank() == 0) {
-                            // No deadline passes before the stream is there.
-                            gate.holds(*stream, 1);
-                            enqueue_waits(comm, window, *stream, on, over, triggered);
-                            EXPECT_EQ(comm.wait(on.signal(1, signal_inc{2})), Status::timed_out);
-                            EXPECT_EQ(comm.health().status, Status::ok);
-                            gate.open(1);
-                            EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
-                            EXPECT_EQ(comm.error().value().reason, ErrorReason::stream_timeout);
-                          } else {
-                            while (comm.health().status == Status::ok) simt::yield();
-                          }
-                        }),
+    EXPECT_EQ(run_with_stream(
+                  w,
+                  [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                    Gate gate, over;
+                    if (comm.rank() == 0) {
+                      // No deadline passes before the stream is there.
+                      gate.holds(stream, 1);
+                      enqueue_waits(comm, window, stream, on, over, triggered);
+                      EXPECT_EQ(comm.wait(on.signal(1, signal_inc{2})), Status::timed_out);
+                      EXPECT_EQ(comm.health().status, Status::ok);
+                      gate.open(1);
+                      EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
+                      EXPECT_EQ(comm.error().value().reason, ErrorReason::stream_timeout);
+                    } else {
+                      while (comm.health().status == Status::ok) simt::yield();
+                    }
+                  }),
               "");
   }
 }
@@ -465,37 +458,34 @@ TEST_P(Streams, an_error_completion_ends_what_streams_wait_for) {
   for (const bool triggered : {false, true}) {
     World w = world(GetParam(), triggered ? Path::triggered : Path::host);
     w.options.softnic.error_at = 2;
-    EXPECT_EQ(run_world(w,
-                        [&](Comm& comm) {
-                          const Window window = comm.window(4096);
-                          const auto stream = HostStream::make(1);
-                          const OnStream on = comm.on(stream);
-                          Gate over;
-                          comm.barrier();
-                          if (comm.rank() == 0) {
-                            StreamTicket last;
-                            for (std::uint32_t i = 0; i < 3; ++i) {
-                              const auto value = op::put_value(window.at(8ull * i), i + 1);
-                              if (triggered) {
-                                const Trigger t = comm.prepare(0, 1, {value});
-                                on.fire(t);
-                                on.wait(t);
-                              } else {
-                                last = on.post(1, value);
-                                on.wait(last);
-                              }
-                            }
-                            over.is_told(*stream, 1);
-                            EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
-                            EXPECT_TRUE(eventually([&] { return comm.error().has_value(); }));
-                            EXPECT_EQ(comm.error().value().reason, ErrorReason::completion);
-                            if (!triggered) {
-                              EXPECT_EQ(comm.wait(last), Status::failed);
-                            }
-                          } else {
-                            while (comm.health().status == Status::ok) simt::yield();
-                          }
-                        }),
+    EXPECT_EQ(run_with_stream(
+                  w,
+                  [&](Comm& comm, const Window& window, HostStream& stream, const OnStream& on) {
+                    Gate over;
+                    if (comm.rank() == 0) {
+                      StreamTicket last;
+                      for (std::uint32_t i = 0; i < 3; ++i) {
+                        const auto value = op::put_value(window.at(8ull * i), i + 1);
+                        if (triggered) {
+                          const Trigger t = comm.prepare(0, 1, {value});
+                          on.fire(t);
+                          on.wait(t);
+                        } else {
+                          last = on.post(1, value);
+                          on.wait(last);
+                        }
+                      }
+                      over.is_told(stream, 1);
+                      EXPECT_TRUE(eventually([&] { return over.value() == 1; }));
+                      EXPECT_TRUE(eventually([&] { return comm.error().has_value(); }));
+                      EXPECT_EQ(comm.error().value().reason, ErrorReason::completion);
+                      if (!triggered) {
+                        EXPECT_EQ(comm.wait(last), Status::failed);
+                      }
+                    } else {
+                      while (comm.health().status == Status::ok) simt::yield();
+                    }
+                  }),
               "");
   }
 }
