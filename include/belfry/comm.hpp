@@ -34,6 +34,10 @@ struct SoftnicOptions {
   std::uint32_t credit = 0;         // WQEs per queue and pass
   std::uint32_t slow_doorbell = 0;  // passes
   bool late_placement = false;      // data arrives at the last legal moment
+  // Pacing, to stand in for a network: a message takes effect no sooner than this after the NIC saw
+  // it (gets and fetching atomics twice that), and all of a rank's leave no faster than the rate.
+  std::chrono::nanoseconds latency{0};
+  std::uint64_t bytes_per_second = 0;  // 0: as fast as the memory is
   // On a GPU it is a kernel of this many CTAs, an SM each: 2 for latency, 16 for a link's
   // bandwidth.
   std::uint32_t ctas = 4;

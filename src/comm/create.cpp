@@ -72,6 +72,8 @@ void check(const CommOptions& o) {
   check_probability("delay", o.softnic.delay);
   check_probability("reorder", o.softnic.reorder);
   check_probability("drop", o.softnic.drop);
+  bound("softnic.latency (ns)", static_cast<std::uint64_t>(o.softnic.latency.count()), 0,
+        1'000'000'000);
   // Signals past the user's are numbered in the same field of a command.
   bound("signals and barriers together", DeviceComm::control_words(o.signals, o.barriers), 0,
         (1u << queue::command_bits::signal_id) - 1);
@@ -228,6 +230,7 @@ void Comm::Implementation::open_providers() {
   chosen.faults.credit = s.credit;
   chosen.faults.slow_doorbell_passes = s.slow_doorbell;
   chosen.faults.late_placement = s.late_placement;
+  chosen.pacing = {s.latency, s.bytes_per_second};
   providers.resize(provider::factories().size());
   path::Offer& mine = offers[static_cast<std::size_t>(rank)];
   for (path::Offer::Nic& nic : mine.nics) {

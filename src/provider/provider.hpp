@@ -103,6 +103,7 @@ struct Options {
   std::int32_t gpu = -1;   // whose memory it must reach; -1: the host's
   std::uint32_t ctas = 4;  // of SoftNIC's kernel there
   softnic::Faults faults;
+  softnic::Pacing pacing;
 };
 
 class Provider {

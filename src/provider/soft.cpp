@@ -63,6 +63,7 @@ class SoftProvider final : public Provider {
     config.strict = options.strict;
     config.trace = options.trace;
     config.faults = options.faults;
+    config.pacing = options.pacing;
     nic_ = std::make_shared<softnic::SoftNic>(config);
     poller_ =
         simt::add_poller("softnic " + options.label, [nic = nic_] { return nic->progress(); });

@@ -127,6 +127,7 @@ class SoftOnGpu final : public Provider {
     config.strict = options.strict;
     config.trace = options.trace;
     config.faults = options.faults;
+    config.pacing = options.pacing;
     engine_ = std::make_shared<softnic::KernelEngine>(config);
   }
 

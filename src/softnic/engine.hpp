@@ -6,18 +6,32 @@
 // which serves what a peer's engine cannot do by itself.
 //
 // `Env` is what surrounds an engine (src/softnic/nic.cpp has the host's):
-//   const EngineOptions& options(); std::uint64_t pass(); std::uint64_t now(); std::uint32_t
-//   random(); void* local(lkey, address, bytes, need, Refusal&)           null and the reason, or
-//   the memory Remote remote(qp, rkey, address, bytes, need)               by which way the peer's
-//   is reached Far far_copy(qp, address, void* local, bytes, bool write)   memory the peer did not
-//   share PeerState peer(qp)              does the connected QP still receive std::byte*
-//   staging(qp)          staging_bytes that the peer can read and write void ask(qp, const
-//   Request&)    to the peer's engine; one at a time per QP bool answer(qp, Response&)      true
-//   when the answer has come void warn(qp)                   the peer's QP is to fail: it was asked
-//   for something illegal EngineCq* cq(cqn)               null when there is none void
-//   state_changed(qp)          publishes qp.state to peers void trace(Stage, qpn, index); void
-//   report(ReportKind, qpn, index, a, b, c, d); Counters& counters(); and, if it can do better than
-//   one thread's loop, void copy(target, source, bytes), with the guarantees of place().
+//
+//   const EngineOptions& options();
+//   std::uint64_t pass();
+//   std::uint64_t now();
+//   std::uint32_t random();
+//   Counters& counters();
+//   void trace(Stage, qpn, index);
+//   void report(ReportKind, qpn, index, a, b, c, d);
+//
+//   void* local(lkey, address, bytes, need, Refusal&);  // the memory, or null and the reason
+//   Remote remote(qp, rkey, address, bytes, need);      // by which way the peer's is reached
+//   Far far_copy(qp, address, void* local, bytes, bool write);  // memory the peer did not share
+//   PeerState peer(qp);                                 // does the connected QP still receive
+//   EngineCq* cq(cqn);                                  // null when there is none
+//   void state_changed(qp);                             // publishes qp.state to peers
+//
+//   std::byte* staging(qp);         // staging_bytes that the peer can read and write
+//   void ask(qp, const Request&);   // to the peer's engine; one at a time per QP
+//   bool answer(qp, Response&);     // true when the answer has come
+//   void warn(qp);                  // the peer's QP is to fail: it was asked for something illegal
+//
+// and, where there is one:
+//
+//   void copy(target, source, bytes);  // as ordered as place(), and faster than one thread's loop
+//   void noticed(qp);                  // pacing: the record says more than before
+//   std::uint64_t arrives(qp, const Wqe&);  // pacing: when, by now(), the WQE takes effect
 #pragma once
 
 #include <cstddef>
@@ -86,6 +100,7 @@ static_assert(sizeof(Response) == 16);
 struct EngineOptions {
   bool strict;
   bool poll_records;
+  bool paced;
   bool faulty;  // any of the following is set
   bool late_placement;
   mlx5::Syndrome error_syndrome;
@@ -135,7 +150,7 @@ struct EngineSrq {
 };
 
 // Where a queue stands with the WQE at its consumer index.
-enum class Phase : std::uint32_t { fresh, held, started, asked };
+enum class Phase : std::uint32_t { fresh, travelling, held, started, asked };
 
 struct EngineQp {
   const std::byte* ring;
@@ -526,6 +541,21 @@ BELFRY_HOST_DEVICE bool gather_list(Env& env, const EngineQp& qp, Wqe& wqe, std:
     offset += mlx5::wqe_segment_bytes;
   }
   return true;
+}
+
+// What the data segments from `offset` on say of the payload's size. Nothing is checked here.
+BELFRY_HOST_DEVICE inline std::uint64_t payload_bytes(const Wqe& wqe, std::uint32_t offset) {
+  const std::uint32_t end = wqe.segments * mlx5::wqe_segment_bytes;
+  std::uint64_t total = 0;
+  while (offset < end) {
+    const std::uint32_t count = segment<mlx5::Be32>(wqe, offset).value();
+    const bool is_inline = (count & mlx5::inline_flag) != 0;
+    const std::uint32_t bytes = count & ~mlx5::inline_flag;
+    total += bytes;
+    offset +=
+        is_inline ? (4 + (bytes < end ? bytes : end) + 15) / 16 * 16 : mlx5::wqe_segment_bytes;
+  }
+  return total;
 }
 
 // Calls `move(piece, offset in the message, bytes)` for the pieces' bytes [from, from + bytes).
@@ -1070,7 +1100,7 @@ BELFRY_HOST_DEVICE bool draw(Env& env, std::uint64_t threshold) {
   return threshold != 0 && env.random() < threshold;
 }
 
-// Hashes the sources of a WQE that a fault holds back.
+// Hashes the sources of a WQE that a fault or pacing holds back.
 template <class Env>
 BELFRY_HOST_DEVICE void hash_held(Env& env, EngineQp& qp, Wqe& wqe) {
   const auto opcode = static_cast<mlx5::Opcode>(wqe.opcode);
@@ -1144,6 +1174,23 @@ BELFRY_HOST_DEVICE bool survives_faults(Env& env, EngineQp& qp, Wqe& wqe, Result
 BELFRY_HOST_DEVICE constexpr bool travels(std::uint8_t opcode) {
   const auto o = static_cast<mlx5::Opcode>(opcode);
   return o != mlx5::Opcode::nop && o != mlx5::Opcode::wait && o != mlx5::Opcode::dump;
+}
+
+// What a WQE puts on the wire: its payload, and how often it crosses.
+struct Journey {
+  std::uint64_t bytes;
+  std::uint32_t ways;
+};
+
+BELFRY_HOST_DEVICE inline Journey journey_of(const EngineQp& qp, const Wqe& wqe) {
+  switch (static_cast<mlx5::Opcode>(wqe.opcode)) {
+    case mlx5::Opcode::send:
+    case mlx5::Opcode::send_imm: return {payload_bytes(wqe, qp.datagrams ? 64 : 16), 1};
+    case mlx5::Opcode::rdma_write:
+    case mlx5::Opcode::rdma_write_imm: return {payload_bytes(wqe, 32), 1};
+    case mlx5::Opcode::rdma_read: return {payload_bytes(wqe, 32), 2};
+    default: return {8, 2};  // an atomic
+  }
 }
 
 template <class Env>
@@ -1279,7 +1326,7 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
   Wqe wqe;
   Result result = {};
   const auto available = static_cast<std::uint16_t>(qp.producer - qp.consumer);
-  const bool first_look = qp.phase == Phase::fresh && qp.attempts == 0;
+  bool first_look = qp.phase == Phase::fresh && qp.attempts == 0;
   if (!fetch(qp, qp.consumer, available, wqe)) {
     const std::uint32_t ds = segment<mlx5::ControlSegment>(wqe, 0).qpn_ds.value() & 0x3f;
     result = fail(env, qp, wqe.index, mlx5::Syndrome::local_qp_operation, ReportKind::wqe_size, ds,
@@ -1290,6 +1337,19 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
     if (first_look) {
       ++qp.ordinal;
       env.trace(Stage::fetched, qp.qpn, wqe.index);
+      if constexpr (requires { env.arrives(qp, wqe); }) {
+        if (options.paced) [[unlikely]] {
+          qp.resume_ns = env.arrives(qp, wqe);
+          if (qp.resume_ns > env.now()) {
+            qp.phase = Phase::travelling;
+            hash_held(env, qp, wqe);
+            return false;
+          }
+        }
+      }
+    } else if (qp.phase == Phase::travelling) {
+      qp.phase = Phase::fresh;
+      first_look = true;
     }
     if (options.faulty) [[unlikely]] {
       const bool in_order_only =
@@ -1358,6 +1418,10 @@ BELFRY_HOST_DEVICE bool read_record(Env& env, EngineQp& qp) {
     return false;
   }
   qp.producer = said;
+  if constexpr (requires { env.noticed(qp); }) {
+    if (env.options().paced) [[unlikely]]
+      env.noticed(qp);
+  }
   return true;
 }
 

@@ -1670,9 +1670,10 @@ void KernelEngine::Implementation::lay_out() {
   t.max_reports = config.max_reports;
   t.seed = config.seed;
   t.lifetime_ns = nanoseconds(config.lifetime);
-  t.latency_ns = nanoseconds(config.latency);
-  t.picoseconds_per_kib =
-      config.bytes_per_second == 0 ? 0 : 1024 * 1'000'000'000'000ull / config.bytes_per_second;
+  t.latency_ns = nanoseconds(config.pacing.latency);
+  t.picoseconds_per_kib = config.pacing.bytes_per_second == 0
+                              ? 0
+                              : 1024 * 1'000'000'000'000ull / config.pacing.bytes_per_second;
   t.ordered_writes = config.ordered_writes ? 1 : 0;
   slots.resize(t.fronts);
 

@@ -50,10 +50,7 @@ struct KernelEngineConfig {
   std::uint32_t trace_events = 65536;  // the newest, kept for take_trace()
   std::uint64_t seed = 1;              // of the faults
   Faults faults;
-  // Stands in for a network: nothing arrives before `latency` has passed since its WQE was read,
-  // nor faster than the rate. 0 = as fast as the memory is.
-  std::chrono::nanoseconds latency{0};
-  std::uint64_t bytes_per_second = 0;
+  Pacing pacing;  // without faults; READs and atomics take one latency
   std::chrono::nanoseconds doorbell_patience = std::chrono::milliseconds(500);
   std::chrono::nanoseconds control_deadline = std::chrono::seconds(5);
   // The kernel ends by itself after this; 0 = never. For tests that must not hang a GPU.

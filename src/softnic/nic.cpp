@@ -156,6 +156,14 @@ struct Peer {
 };
 
 struct HostQp : EngineQp {
+  // Pacing: when the record said so. The last one stands for all that find no room.
+  struct Posted {
+    std::uint64_t ns;
+    std::uint16_t producer;
+  };
+  std::array<Posted, 16> posted;
+  std::size_t posted_count = 0;
+
   std::uint32_t index = 0;
   bool active = false;
   std::uint64_t served_pass = 0;  // the last in which it was looked at
@@ -278,6 +286,9 @@ struct SoftNic::Implementation {
 
   std::uint64_t pass_number = 0;
   std::uint64_t random_state = 1;
+  std::uint64_t created_ns = 0;
+  std::uint64_t link_free_ps =
+      0;  // since created_ns: when the paced link has sent what it was given
   std::uint64_t last_liveness_ns = 0;
   std::uint32_t first_turn = 0;
   std::uint32_t control_waiting = 0;  // atomic
@@ -340,6 +351,36 @@ struct SoftNic::Implementation {
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9ull;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebull;
     return static_cast<std::uint32_t>((z ^ (z >> 31)) >> 32);
+  }
+
+  void noticed(EngineQp& engine_qp) {
+    auto& qp = static_cast<HostQp&>(engine_qp);
+    if (qp.posted_count < qp.posted.size()) ++qp.posted_count;
+    qp.posted[qp.posted_count - 1] = {now(), qp.producer};
+  }
+
+  // A message leaves when it was posted, or when the link has sent those before it; READs and
+  // atomics go there and back. Whatever stays here takes no time.
+  std::uint64_t arrives(EngineQp& engine_qp, const Wqe& wqe) {
+    auto& qp = static_cast<HostQp&>(engine_qp);
+    std::size_t past = 0;
+    while (past + 1 < qp.posted_count &&
+           static_cast<std::int16_t>(qp.posted[past].producer - wqe.index) <= 0) {
+      ++past;
+    }
+    std::copy(qp.posted.begin() + past, qp.posted.begin() + qp.posted_count, qp.posted.begin());
+    qp.posted_count -= past;
+    if (!travels(wqe.opcode) || qp.posted_count == 0) return 0;
+
+    const Journey journey = journey_of(qp, wqe);
+    const std::uint64_t posted_ps = (qp.posted[0].ns - created_ns) * 1000;
+    link_free_ps = std::max(link_free_ps, posted_ps);
+    if (config.pacing.bytes_per_second != 0) {
+      link_free_ps +=
+          static_cast<std::uint64_t>(static_cast<double>(journey.bytes) * 1e12 /
+                                     static_cast<double>(config.pacing.bytes_per_second));
+    }
+    return created_ns + link_free_ps / 1000 + journey.ways * nanoseconds(config.pacing.latency);
   }
 
   void* local(std::uint32_t lkey, std::uint64_t address, std::uint64_t bytes, std::uint32_t need,
@@ -623,6 +664,10 @@ SoftNic::Implementation::Implementation(NicConfig c)
   option.patience_passes = config.doorbell_patience_passes;
   option.patience_ns = nanoseconds(config.doorbell_patience);
   option.service_deadline_ns = nanoseconds(config.service_deadline);
+  check(config.pacing.latency.count() >= 0, "Pacing::latency",
+        fmt::format("{} ns", config.pacing.latency.count()), "0 or more", "0: no pacing");
+  option.paced = config.pacing.latency.count() != 0 || config.pacing.bytes_per_second != 0;
+  created_ns = now();
   apply(config.faults);
   if (config.trace) trace_ring.resize(config.trace_events);
   tracing = config.trace;
@@ -1482,6 +1527,7 @@ void SoftNic::Implementation::reset(HostQp& qp) {
   qp.received = 0;
   qp.in_hand = qp.last_wqe_told = false;
   qp.ordinal = 0;
+  qp.posted_count = 0;
   qp.deferring = qp.watching = qp.watch_reported = false;
   qp.unrung = {};
   next_wqe(qp, 0);

@@ -44,6 +44,7 @@ struct NicConfig {
   bool strict = true;         // see docs/softnic.md, "Checks"
   bool trace = false;         // record TraceEvents from the start
   bool poll_records = false;  // consume what a doorbell record says without a ring
+  Pacing pacing;
   // Capacities, powers of two. Memory is taken when used.
   std::uint32_t max_qps = 1024;  // at most 4096
   std::uint32_t max_cqs = 1024;  // at most 4096

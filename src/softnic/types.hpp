@@ -2,6 +2,7 @@
 // kinds of report, stages of the trace, faults. Plain data for host and device code.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 #include "belfry/mlx5/cqe.hpp"
@@ -138,6 +139,14 @@ struct TraceEvent {
   Stage stage;
 };
 static_assert(sizeof(TraceEvent) == 16);
+
+// Stands in for a network: a message takes effect, and completes, no sooner than `latency` after
+// the NIC saw it (READs and atomics: twice that), and all together leave no faster than the rate. 0
+// = as fast as the memory is.
+struct Pacing {
+  std::chrono::nanoseconds latency{0};
+  std::uint64_t bytes_per_second = 0;
+};
 
 // What goes wrong on purpose, drawn from the NIC's seed. A probability of 0 and a count of 0 mean
 // never. A pass is one call of progress().

@@ -203,6 +203,7 @@ Device::Device(std::uint32_t number)
   config.name = fmt::format("{} of process {}", device_name(number), memory::own_pid());
   config.seed = settings().seed;
   config.faults = settings().faults;
+  config.pacing = settings().pacing;
   config.strict = settings().strict;
   config.qpn_prefix = slot_;
   config.route = [this](const softnic::Destination& to) {

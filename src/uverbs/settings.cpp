@@ -104,6 +104,15 @@ const std::map<std::string, Field, std::less<>>& fields() {
       {"stall-at", number([](S & s) -> auto& { return s.faults.stall_at; })},
       {"credit", number([](S & s) -> auto& { return s.faults.credit; })},
       {"slow-doorbell", number([](S & s) -> auto& { return s.faults.slow_doorbell_passes; })},
+      {"latency",
+       {[](S& s, std::string_view value) {
+          std::uint32_t ns = 0;
+          if (!read_number(value, ns) || ns > 1'000'000'000) return false;
+          s.pacing.latency = std::chrono::nanoseconds(ns);
+          return true;
+        },
+        [](const S& s) { return fmt::format("{}", s.pacing.latency.count()); }}},
+      {"rate", number([](S & s) -> auto& { return s.pacing.bytes_per_second; })},
       {"late-placement", flag([](S & s) -> auto& { return s.faults.late_placement; })},
   };
   return table;

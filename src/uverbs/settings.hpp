@@ -25,6 +25,7 @@ struct Settings {
   bool verbose = false;        // every report of the NIC goes to the log, not only what is unknown
   std::uint64_t seed = 1;
   softnic::Faults faults;
+  softnic::Pacing pacing;
 
   // "key=value,key=value". Throws belfry::Error for a key or a value that cannot be.
   static Settings parse(const std::string& text);

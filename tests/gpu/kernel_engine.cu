@@ -263,8 +263,8 @@ void set_up(const Setup& setup) {
     config.poll_records = setup.poll_records;
     config.ordered_writes = setup.ordered_writes;
     config.faults = setup.faults;
-    config.latency = setup.latency;
-    config.bytes_per_second = setup.rate;
+    config.pacing.latency = setup.latency;
+    config.pacing.bytes_per_second = setup.rate;
     config.lifetime = 50s;
     r.engine = std::make_unique<softnic::KernelEngine>(config);
     r.comm = {};

@@ -82,6 +82,8 @@ class Command(unittest.TestCase):
         self.refused(run("softnic", "run", "--drop", "2", "--", "true"), "--drop", "2")
         self.refused(run("softnic", "run", "--fabric", "a/b", "--", "true"), "a/b")
         self.refused(run("softnic", "run", "--devices", "99", "--", "true"), "--devices", "99")
+        self.refused(run("softnic", "run", "--latency", "-5", "--", "true"), "--latency", "-5")
+        self.refused(run("softnic", "run", "--rate", "-1", "--", "true"), "--rate", "-1")
 
     def test_a_wrong_token_and_a_port_in_use_are_named(self):
         with socket.socket() as taken:

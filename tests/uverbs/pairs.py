@@ -185,9 +185,31 @@ def faults():
     return good
 
 
+def pacing():
+    """A network that is stood in for is as slow as was asked, and no faster with many messages under way."""
+    need("ib_write_lat")
+    good = True
+    # What is measured, the figure's column in perftest's last row, and its bound from below or above.
+    for words, options, column, fits, bound in (
+            ("ib_write_lat -s 8 -n 50", ["--latency", "200000"], 4, lambda us: us >= 200, ">= 200 us"),
+            ("ib_read_lat -s 8 -n 50", ["--latency", "200000"], 4, lambda us: us >= 400, ">= 400 us"),
+            ("ib_write_bw -s 65536 -n 200", ["--rate", "0.8", "--latency", "2000000"], 3,
+             lambda mib: 25 < mib <= 95.4, "> 25 MiB/s, which one message at a time cannot reach, and <= 95.4")):
+        port = PORTS.take()
+        command = words.split() + ["-p", str(port)]
+        output, code, _, _ = pair(command, command + ["localhost"], port, options)
+        rows = [line.split() for line in output.splitlines() if line.split() and line.split()[0].isdigit()]
+        passed = code == 0 and bool(rows) and fits(float(rows[-1][column]))
+        print(f"{'ok' if passed else 'FAILED'}  {words} with {' '.join(options)}: {bound}")
+        if not passed:
+            print(f"exit {code}:\n{output}")
+        good &= passed
+    return good
+
+
 def main():
     global BELFRY
-    sets = {f.__name__: f for f in (pingpong, perftest, ucx, libfabric, faults)}
+    sets = {f.__name__: f for f in (pingpong, perftest, ucx, libfabric, faults, pacing)}
     if len(sys.argv) != 3 or sys.argv[2] not in sets:
         sys.exit(__doc__)
     BELFRY = sys.argv[1]

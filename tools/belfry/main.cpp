@@ -33,8 +33,7 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
   command
       ->add_option("--path", o.paths,
                    "Paths to measure, with commas: host, triggered, proxy, direct, lsa; on GPUs "
-                   "lsa, packets, "
-                   "direct, proxy; rate: ring, direct. All by default.")
+                   "lsa, packets, direct, proxy, host; rate: ring, direct. All by default.")
       ->delimiter(',');
   command->add_option(
       "--provider", o.provider,
@@ -154,6 +153,22 @@ void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
       ->add_flag("--late-placement", f.late_placement,
                  "Payloads of WRITEs are placed at the last legal moment.")
       ->group(group);
+  const std::string pacing = "Pacing, to stand in for a network";
+  command
+      ->add_option_function<unsigned>(
+          "--latency", [&s](unsigned ns) { s.pacing.latency = std::chrono::nanoseconds(ns); },
+          "Nanoseconds that a message is on its way; READs and atomics take two such ways.")
+      ->check(CLI::Range(0u, 1'000'000'000u))
+      ->group(pacing);
+  command
+      ->add_option_function<double>(
+          "--rate",
+          [&s](double gigabits) {
+            s.pacing.bytes_per_second = static_cast<std::uint64_t>(gigabits * 1e9 / 8);
+          },
+          "Gb/s that a device sends at most; 0: as fast as memory is.")
+      ->check(CLI::Range(0.0, 100'000.0))
+      ->group(pacing);
   command->add_option("PROGRAM", o.launch.argv, "The program and its arguments, after --.")
       ->required();
   command->footer(
