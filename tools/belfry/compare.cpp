@@ -99,10 +99,8 @@ struct Program {
   std::string failure{};  // empty: none so far
 };
 
-bool higher_is_better(const std::string& unit) { return unit != "us" && unit != "ns"; }
-
-bool better(const Figure& a, const Figure& b) {
-  return higher_is_better(a.unit) ? a.value.p50 > b.value.p50 : a.value.p50 < b.value.p50;
+bool better(const std::string& unit, const Quantiles& a, const Quantiles& b) {
+  return unit != "us" && unit != "ns" ? a.p50 > b.p50 : a.p50 < b.p50;
 }
 
 [[noreturn]] void no_report(const std::string& found) {
@@ -139,7 +137,8 @@ std::map<Key, Figure> read_report(const std::string& source, const nlohmann::jso
                   row.value("unit", unit)};
     const Key key{source, what, row["bytes"].get<std::uint64_t>()};
     const auto [at, is_new] = figures.try_emplace(key, figure);
-    if (!is_new && better(figure, at->second)) at->second = std::move(figure);
+    if (!is_new && better(figure.unit, figure.value, at->second.value))
+      at->second = std::move(figure);
   }
   if (figures.empty()) no_report("no figure");
   return figures;
@@ -273,9 +272,7 @@ const std::vector<Figure>* find(const Figures& figures, const char* source, cons
   for (const auto& [key, rounds] : figures) {
     const auto& [of, name, size] = key;
     if (of != source || name != what || (bytes != 0 && size != bytes)) continue;
-    if (best == nullptr ||
-        (higher_is_better(rounds.front().unit) ? median(rounds).p50 > median(*best).p50
-                                               : median(rounds).p50 < median(*best).p50)) {
+    if (best == nullptr || better(rounds.front().unit, median(rounds), median(*best))) {
       best = &rounds;
     }
   }

@@ -16,12 +16,6 @@
 namespace belfry::tool {
 namespace {
 
-void check(cudaError_t code, const char* what) {
-  if (code == cudaSuccess) return;
-  throw Error(what, fmt::format("{} ({})", cudaGetErrorName(code), cudaGetErrorString(code)),
-              "cudaSuccess", "see the first error of this process");
-}
-
 // What kernels write in the GPU's memory, where a store is not in the way of a release.
 template <class T>
 class OnDevice {
@@ -86,7 +80,7 @@ struct Column {
   std::vector<unsigned> (*groups)(std::uint64_t bytes);
   std::uint64_t largest;  // message
   Play play;
-  Message message;  // of play_in_kernel alone
+  Message message{};  // of play_in_kernel alone
 };
 
 std::vector<double> play_in_kernel(const Column& column, Comm& comm, unsigned threads,
@@ -166,7 +160,7 @@ const Column columns[] = {
     {"packets", Path::lsa, any_group, 64 * 1024, play_in_kernel, Message::packets},
     {"direct", Path::direct, poster, any_size, play_in_kernel, Message::direct},
     {"proxy", Path::proxy, one_thread, any_size, play_in_kernel, Message::proxy},
-    {"host", Path::host, one_thread, any_size, play_in_stream, Message::direct},
+    {"host", Path::host, one_thread, any_size, play_in_stream},
 };
 
 struct Best {

@@ -6,11 +6,12 @@
 #include "belfry/launch.hpp"
 
 namespace belfry::tool {
-namespace {
 
 void check(cudaError_t code, const char* what) {
   check_cuda(code, what, "see the first error of this process");
 }
+
+namespace {
 
 // ---- latency ----
 

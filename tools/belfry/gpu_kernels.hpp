@@ -4,6 +4,8 @@
 // for `trips`. Apart from those who call them, so that nvcc reads little.
 #pragma once
 
+#include <cuda_runtime_api.h>
+
 #include <cstdint>
 #include <functional>
 
@@ -12,6 +14,9 @@
 #include "outcome.hpp"
 
 namespace belfry::tool {
+
+// Throws belfry::Error unless `code` is cudaSuccess.
+void check(cudaError_t code, const char* what);
 
 struct Stamps;
 struct PeerStamps;
