@@ -18,6 +18,7 @@
 #include "memory/shared_segment.hpp"
 #include "uverbs/call.hpp"
 #include "uverbs/device.hpp"
+#include "uverbs/user_memory.hpp"
 
 namespace belfry::uverbs {
 
@@ -74,6 +75,7 @@ struct Mr final : Object {
   Mr* base = nullptr;
   void end_indirect();
   memory::SharedSegment segment;  // where the memory lies in one: peers then reach it directly
+  OrdinaryRange ordinary;         // where not
   void* mapping = nullptr;        // of a dmabuf
   std::uint64_t mapping_bytes = 0;
 };

@@ -283,7 +283,7 @@ bool progress_of_program() {
 // through libibverbs runs the engine itself (operations.cpp) and leaves nothing here; one that
 // polls memory and spins leaves this thread all of the work, and the core only in its pauses.
 void Device::run() {
-  ::pthread_setname_np(::pthread_self(), "softnic");
+  ::pthread_setname_np(::pthread_self(), engine_thread_name);
   ::prctl(PR_SET_TIMERSLACK, 1000);
   // A short slice (as of Linux 6.12) and, where the user may, a low nice value let the thread run
   // as soon as it wakes beside a program that spins. Without either nothing is lost but time.

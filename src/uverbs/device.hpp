@@ -19,6 +19,9 @@ namespace belfry::uverbs {
 // Of this process; parsed at the first call. Throws belfry::Error for a variable that is wrong.
 const Settings& settings();
 
+// By which the threads of engines are told from the program's.
+inline constexpr const char* engine_thread_name = "softnic";
+
 // One line into the log: a file, or standard error.
 void log(const std::string& line);
 // The same line only once a process.

@@ -361,6 +361,7 @@ std::unique_ptr<Object> Context::devx_create_mkey(const Bytes& in, std::uint32_t
   mr->access = access_of_mkey(in);
   mr->memory = umem_pointer(static_cast<std::uint32_t>(prm::get(in, prm::create_mkey_in::umem)),
                             prm::get(in, prm::create_mkey_in::umem_offset), mr->bytes, 1);
+  mr->ordinary = OrdinaryRange(reinterpret_cast<std::uint64_t>(mr->memory), mr->bytes);
   softnic::RegisterOptions options;
   options.iova = mr->iova;
   options.variant = static_cast<std::uint8_t>(field(prm::mkey_context::variant));

@@ -82,6 +82,7 @@ const std::map<std::string, Field, std::less<>>& fields() {
           return std::string(s.link == Link::infiniband ? "infiniband" : "ethernet");
         }}},
       {"strict", flag([](S & s) -> auto& { return s.strict; })},
+      {"share", flag([](S & s) -> auto& { return s.share; })},
       {"verbose", flag([](S & s) -> auto& { return s.verbose; })},
       {"seed", number([](S & s) -> auto& { return s.seed; })},
       {"delay", number([](S & s) -> auto& { return s.faults.delay; })},

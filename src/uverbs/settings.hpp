@@ -22,6 +22,7 @@ struct Settings {
   std::uint32_t devices = 1;   // mlx5_0 ...
   Link link = Link::ethernet;  // RoCE, or InfiniBand
   bool strict = false;         // SoftNIC's strict checks (docs/softnic.md)
+  bool share = true;           // put memory files in the place of what programs register
   bool verbose = false;        // every report of the NIC goes to the log, not only what is unknown
   std::uint64_t seed = 1;
   softnic::Faults faults;

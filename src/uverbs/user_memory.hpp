@@ -30,4 +30,25 @@ struct Backing {
 };
 Backing backing_of(std::uint64_t address, std::uint64_t bytes);
 
+// A range that is registered as ordinary memory, for as long as this lives: NICs may be storing
+// into it at any time.
+class OrdinaryRange {
+ public:
+  OrdinaryRange() = default;
+  OrdinaryRange(std::uint64_t address, std::uint64_t bytes);
+  ~OrdinaryRange();
+  OrdinaryRange(OrdinaryRange&& other) noexcept;
+  OrdinaryRange& operator=(OrdinaryRange&& other) noexcept;
+
+ private:
+  void release();
+  std::uint64_t address_ = 0, bytes_ = 0;
+};
+
+// Puts a memory file with the same content in the place of [address, address + bytes), so that
+// peers can map it. Only where the program cannot tell: whole pages of one private, anonymous,
+// writable mapping, no thread but the caller's and SoftNIC's, and no registration that is in use.
+// Empty otherwise, and the memory is as it was. A child of a later fork() shares it.
+Backing move_to_memory_file(std::uint64_t address, std::uint64_t bytes);
+
 }  // namespace belfry::uverbs

@@ -113,11 +113,19 @@ void Context::register_mr(Call& call) {
   void* memory = reinterpret_cast<void*>(request.start);
   softnic::RegisterOptions options;
   options.iova = request.hca_va;
-  if (Backing backing = backing_of(request.start, request.length); backing.segment) {
+  Backing backing = backing_of(request.start, request.length);
+  constexpr std::uint32_t by_peers =
+      softnic::access::remote_write | softnic::access::remote_read | softnic::access::remote_atomic;
+  if (!backing.segment && settings().share && (access & by_peers) != 0) {
+    backing = move_to_memory_file(request.start, request.length);
+  }
+  if (backing.segment) {
     mr->segment = std::move(backing.segment);
     memory = static_cast<std::byte*>(mr->segment.data()) + backing.offset;
     options.segment = &mr->segment;
     options.segment_offset = backing.offset;
+  } else {
+    mr->ordinary = OrdinaryRange(request.start, request.length);
   }
   mr->memory = static_cast<std::byte*>(memory);
   mr->access = access;
@@ -160,6 +168,7 @@ void Context::reregister_mr(Call& call) {
     mr.access = access;
     mr.memory = reinterpret_cast<std::byte*>(request.start);
     mr.segment = {};
+    mr.ordinary = OrdinaryRange(request.start, request.length);
     mr.bytes = request.length;
     mr.iova = request.hca_va;
   }

@@ -8,8 +8,14 @@
 #include <unistd.h>
 
 #include <array>
+#include <atomic>
+#include <cstdio>
 #include <cstring>
+#include <fstream>
 #include <memory>
+#include <sstream>
+#include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -462,6 +468,118 @@ TEST(Devx, an_indirect_key_of_scattered_pieces_or_of_no_key_is_refused) {
 }
 
 // The child is a process of its own before it opens a device.
+// ---- registered memory that peers can map ----
+
+// Whether a memory file stands behind `address` now.
+bool is_memory_file(const void* address) {
+  std::ifstream maps("/proc/self/maps");
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  for (std::string line; std::getline(maps, line);) {
+    std::uintptr_t low = 0, high = 0;
+    char dash = 0;
+    std::istringstream(line) >> std::hex >> low >> dash >> high;
+    if (at >= low && at < high) return line.find("/memfd:softnic-registration") != line.npos;
+  }
+  return false;
+}
+
+// A device, and memory that is registered as asked.
+class Shared : public testing::Test {
+ protected:
+  static constexpr std::size_t page = 4096;
+  static constexpr int remote = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE;
+
+  void SetUp() override {
+    context = open_device();
+    ASSERT_NE(context, nullptr);
+    pd = ibv_alloc_pd(context);
+    memory = static_cast<std::byte*>(
+        ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    ASSERT_NE(memory, MAP_FAILED);
+  }
+  void TearDown() override {
+    if (memory != nullptr) ::munmap(memory, bytes);
+    EXPECT_EQ(ibv_dealloc_pd(pd), 0);
+    EXPECT_EQ(ibv_close_device(context), 0);
+  }
+  ibv_mr* registered(std::size_t offset, std::size_t n, int access = remote) {
+    ibv_mr* mr = ibv_reg_mr(pd, memory + offset, n, access);
+    EXPECT_NE(mr, nullptr);
+    return mr;
+  }
+
+  static constexpr std::size_t bytes = 2048 * page;
+  ibv_context* context = nullptr;
+  ibv_pd* pd = nullptr;
+  std::byte* memory = nullptr;
+};
+
+TEST_F(Shared, whole_pages_keep_their_content_and_stay_the_programs_own) {
+  std::memset(memory, 1, bytes / 2);  // the rest was never touched
+  memory[bytes - 1] = std::byte{9};
+  ibv_mr* mr = registered(page, bytes - 2 * page);
+  EXPECT_TRUE(is_memory_file(memory + page));
+  EXPECT_FALSE(is_memory_file(memory));
+  EXPECT_FALSE(is_memory_file(memory + bytes - page));
+  for (std::size_t i = 0; i < bytes - 1; ++i) {
+    ASSERT_EQ(memory[i], std::byte{i < bytes / 2}) << i;
+  }
+  EXPECT_EQ(memory[bytes - 1], std::byte{9});
+  memory[2 * page] = std::byte{5};
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  EXPECT_EQ(memory[2 * page], std::byte{5});
+  // Once more, and over a part of it.
+  mr = registered(page, bytes - 2 * page);
+  ibv_mr* part = registered(page + 100, 200);
+  memory[3 * page] = std::byte{6};
+  EXPECT_EQ(ibv_dereg_mr(part), 0);
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  EXPECT_EQ(memory[3 * page], std::byte{6});
+}
+
+TEST_F(Shared, memory_stays_as_it_is_where_the_program_could_tell) {
+  const auto is_left = [&](std::size_t offset, std::size_t n, int access = remote) {
+    ibv_mr* mr = registered(offset, n, access);
+    EXPECT_FALSE(is_memory_file(memory + offset));
+    EXPECT_EQ(ibv_dereg_mr(mr), 0);
+  };
+  is_left(100, 4 * page);                        // parts of pages
+  is_left(0, 4 * page + 100);                    // parts of pages
+  is_left(0, 4 * page, IBV_ACCESS_LOCAL_WRITE);  // no peer reaches it
+  {
+    // A registration over which a peer may be writing.
+    ibv_mr* first = registered(100, 8 * page);
+    is_left(0, 4 * page);
+    EXPECT_EQ(ibv_dereg_mr(first), 0);
+  }
+  {
+    // Another thread, which may be storing.
+    std::atomic<bool> over{false};
+    std::thread other([&] {
+      while (!over) std::this_thread::yield();
+    });
+    is_left(0, 4 * page);
+    over = true;
+    other.join();
+  }
+  // Memory that is not one mapping, and a file's.
+  ASSERT_EQ(::mprotect(memory + page, page, PROT_READ), 0);
+  ASSERT_EQ(::mprotect(memory + page, page, PROT_READ | PROT_WRITE | PROT_EXEC), 0);
+  is_left(0, 4 * page);
+  ASSERT_EQ(::mprotect(memory + page, page, PROT_READ | PROT_WRITE), 0);
+  FILE* file = std::tmpfile();
+  ASSERT_EQ(::ftruncate(::fileno(file), 4 * page), 0);
+  ASSERT_NE(
+      ::mmap(memory, 4 * page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_FIXED, ::fileno(file), 0),
+      MAP_FAILED);
+  is_left(0, 4 * page);
+  std::fclose(file);
+  // And now that nothing is in the way.
+  ibv_mr* mr = registered(4 * page, 4 * page);
+  EXPECT_TRUE(is_memory_file(memory + 4 * page));
+  EXPECT_EQ(ibv_dereg_mr(mr), 0);
+}
+
 TEST(Devx, two_processes_write_to_each_other) {
   int ends[2];
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);

@@ -131,6 +131,11 @@ def perftest():
         port = PORTS.take()
         command = words.split() + ["-p", str(port)]
         good &= both_succeed(words, command, command + ["localhost"], port)
+    # Memory that stays as it is, which peers reach by system calls.
+    for words in ("ib_write_bw -a -n 5", "ib_read_lat -n 50", "ib_atomic_lat -A FETCH_AND_ADD -n 50"):
+        port = PORTS.take()
+        command = words.split() + ["-p", str(port)]
+        good &= both_succeed(f"{words}, not shared", command, command + ["localhost"], port, ["--no-share"])
     return good
 
 

@@ -153,6 +153,9 @@ void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
       ->add_flag("--late-placement", f.late_placement,
                  "Payloads of WRITEs are placed at the last legal moment.")
       ->group(group);
+  command->add_flag(
+      "--no-share{false}", s.share,
+      "Leave programs' memory as it is, and copy by system calls (docs/softnic.md, How it runs).");
   const std::string pacing = "Pacing, to stand in for a network";
   command
       ->add_option_function<unsigned>(
