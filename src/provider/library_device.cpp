@@ -287,7 +287,7 @@ void LibraryDevice::attend() {
     // The executor's threads were here meanwhile: they see to it.
     const std::uint64_t passes = passes_.load(std::memory_order_relaxed);
     if (std::exchange(seen, passes) != passes || !lock.try_lock()) {
-      nap = shortest;
+      nap = std::min(2 * nap, longest);
       continue;
     }
     bool worked = progress();

@@ -90,11 +90,12 @@ bool LibraryQueue::small(const queue::Command& command, std::uint64_t bytes) con
 }
 
 // A payload that travels with the entry.
-void LibraryQueue::carry(Entry& e, queue::RemoteBuffer to, const void* data, std::uint32_t bytes) {
+void LibraryQueue::carry(Entry& e, queue::RemoteBuffer to, const void* data, std::uint32_t bytes,
+                         bool in_message) {
   std::memcpy(e.message.payload, data, bytes);
   e.bytes = bytes;
   e.remote = to;
-  if (transport_.message_bytes == 0) {
+  if (!in_message) {
     e.kind = Entry::Kind::write;
     e.carried = true;
     return;
@@ -107,7 +108,7 @@ void LibraryQueue::carry(Entry& e, queue::RemoteBuffer to, const void* data, std
 
 void LibraryQueue::build_signal(Entry& e, const queue::Command& command,
                                 const post::Resolved& resolved) {
-  if (transport_.atomics && command.signal_op == queue::SignalOp::add) {
+  if (transport_.signals && command.signal_op == queue::SignalOp::add) {
     // The value that the signal had is of no interest: slot 0 is kept for such results.
     e.kind = Entry::Kind::atomic;
     e.operation = queue::Operation::fetch_add;
@@ -115,7 +116,7 @@ void LibraryQueue::build_signal(Entry& e, const queue::Command& command,
     e.message.payload[0] = command.signal_value;
     return;
   }
-  if (transport_.atomics) return carry(e, resolved.signal, &command.signal_value, 8);
+  if (transport_.signals) return carry(e, resolved.signal, &command.signal_value, 8, false);
   e.kind = Entry::Kind::message;
   e.message.signal_op = static_cast<std::uint8_t>(command.signal_op);
   e.message.signal_rkey = resolved.signal.rkey;
@@ -151,19 +152,23 @@ void LibraryQueue::build(const queue::Command& command, const post::Resolved& re
   e = Entry{};
   e.operation = command.operation;
   e.message.kind = MessageKind::deliver;
+  // A write needs nobody at the peer; a message takes the signal along.
+  const bool in_message = transport_.message_bytes != 0 && (with_signal || !transport_.ordered);
   if (step >= steps.data()) {
     if (command.signal_op != queue::SignalOp::none) build_signal(e, command, resolved);
   } else if (queue::is_fetching(command.operation)) {
     build_atomic(e, command, resolved);
   } else if (command.operation == Operation::put_value) {
-    carry(e, resolved.remote, &command.value, static_cast<std::uint32_t>(command.bytes));
+    carry(e, resolved.remote, &command.value, static_cast<std::uint32_t>(command.bytes),
+          in_message);
   } else if (command.operation == Operation::put_packet) {
     const std::uint64_t packets[2] = {command.value, command.signal_value};
-    carry(e, resolved.remote, packets, static_cast<std::uint32_t>(command.bytes));
+    carry(e, resolved.remote, packets, static_cast<std::uint32_t>(command.bytes), in_message);
   } else {
     const post::Steps::Piece piece = steps.piece(step);
     if (small(command, piece.bytes)) {
-      carry(e, piece.remote, reinterpret_cast<const void*>(piece.local.address), piece.bytes);
+      carry(e, piece.remote, reinterpret_cast<const void*>(piece.local.address), piece.bytes,
+            in_message);
     } else {
       e.kind = command.operation == Operation::get ? Entry::Kind::read : Entry::Kind::write;
       e.remote = piece.remote;

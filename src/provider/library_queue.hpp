@@ -15,11 +15,13 @@ class LibraryQueue : public Queue {
  public:
   // What the transport does by itself.
   struct Transport {
-    std::uint32_t message_bytes = 0;  // puts up to this size travel in a message
+    std::uint32_t message_bytes = 0;  // what a message may carry beside a signal; an unordered
+                                      // transport sends everything up to this size so
     std::uint32_t inline_bytes = 0;   // plain writes up to this size carry their data
     bool ordered = false;             // a message arrives after the writes that came before it, and
                                       // a write's completion says that it is at the peer
     bool atomics = false;
+    bool signals = false;  // signals are its writes and atomics; else messages
   };
 
   struct Entry {
@@ -104,7 +106,8 @@ class LibraryQueue : public Queue {
   bool small(const queue::Command& command, std::uint64_t bytes) const;
   void build(const queue::Command& command, const post::Resolved& resolved,
              const post::Steps& steps, std::uint64_t step, bool with_signal);
-  void carry(Entry& e, queue::RemoteBuffer to, const void* data, std::uint32_t bytes);
+  void carry(Entry& e, queue::RemoteBuffer to, const void* data, std::uint32_t bytes,
+             bool in_message);
   void build_signal(Entry& e, const queue::Command& command, const post::Resolved& resolved);
   void build_atomic(Entry& e, const queue::Command& command, const post::Resolved& resolved);
   void advance();

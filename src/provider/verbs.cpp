@@ -237,7 +237,8 @@ struct VerbsAddress {
   std::uint8_t traffic_class = 0;
   std::uint8_t responder_reads = 0;  // READs and atomics that it answers at once
   std::uint8_t atomics = 0;
-  std::uint8_t reserved[7] = {};
+  std::uint8_t signals = 0;
+  std::uint8_t reserved[6] = {};
 };
 
 unsigned mtu_bytes(std::uint8_t mtu) { return 128u << mtu; }
@@ -299,11 +300,19 @@ class VerbsDevice final : public LibraryDevice {
     return attributes_.atomic_cap != IBV_ATOMIC_NONE && attributes_.max_qp_rd_atom > 0 &&
            setting("BELFRY_VERBS_ATOMICS", 1, 1) == 1;
   }
+  // Signals by the device's atomics need no CPU of the receiver. By its CPU a small put and its
+  // signal are one message and not two; where a CPU is the device, that costs less.
+  bool signals() const {
+    constexpr std::uint32_t rxe = 0xffffff, siw = 0x626d74;  // vendors, as Linux's drivers say
+    const bool software = attributes_.vendor_id == rxe || attributes_.vendor_id == siw;
+    return atomics() && setting("BELFRY_VERBS_SIGNALS", software ? 0 : 1, 1) == 1;
+  }
 
   std::string describe() const {
-    return fmt::format("{}, {}, MTU {}, {}", port_.name(), to_string(port_.kind),
+    return fmt::format("{}, {}, MTU {}, {}, signals by {}", port_.name(), to_string(port_.kind),
                        mtu_bytes(static_cast<std::uint8_t>(port_.attributes.active_mtu)),
-                       atomics() ? "its own atomics" : "atomics by the CPUs");
+                       atomics() ? "its own atomics" : "atomics by the CPUs",
+                       signals() ? "its atomics" : "the CPUs");
   }
 
   VerbsAddress address() const {
@@ -321,6 +330,7 @@ class VerbsDevice final : public LibraryDevice {
     a.traffic_class = static_cast<std::uint8_t>(settings_.traffic_class);
     a.responder_reads = static_cast<std::uint8_t>(std::clamp(attributes_.max_qp_rd_atom, 0, 16));
     a.atomics = atomics() ? 1 : 0;
+    a.signals = signals() ? 1 : 0;
     return a;
   }
 
@@ -378,10 +388,11 @@ class VerbsQueue final : public LibraryQueue {
  public:
   VerbsQueue(const std::shared_ptr<VerbsDevice>& verbs, const QueueConfig& config)
       : LibraryQueue(verbs, config,
-                     {.message_bytes = 0,
+                     {.message_bytes = verbs->signals() ? 0 : message_payload,
                       .inline_bytes = message_payload,
                       .ordered = true,
-                      .atomics = verbs->atomics()}),
+                      .atomics = verbs->atomics(),
+                      .signals = verbs->signals()}),
         verbs_(verbs) {
     const auto depth = static_cast<std::uint32_t>(entries().size());
     // Whatever is outstanding has room in the SQ, and its completion in the CQ.
@@ -483,6 +494,13 @@ void VerbsQueue::connect(std::span<const std::byte> remote_device,
     throw Error("atomics of the RDMA devices",
                 fmt::format("{} here, {} there", mine.atomics != 0, peer.atomics != 0), "the same",
                 "set BELFRY_VERBS_ATOMICS=0 on every rank");
+  }
+  if (mine.signals != peer.signals) {
+    // A signal of which some senders' additions are the device's and others the CPU's loses some.
+    const auto by = [](std::uint8_t signals) { return signals != 0 ? "the device" : "the CPU"; };
+    throw Error("signals of the RDMA devices",
+                fmt::format("by {} here, by {} there", by(mine.signals), by(peer.signals)),
+                "the same", "set BELFRY_VERBS_SIGNALS=0 on every rank");
   }
   const Settings& s = verbs_->settings();
   const Port& port = verbs_->port();

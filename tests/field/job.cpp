@@ -330,22 +330,24 @@ TEST(F16, ranks_with_different_transports_of_libfabric_are_told_the_setting) {
 
 #if WITH_VERBS
 TEST(F16, ranks_with_different_settings_of_an_rdma_device_are_told_the_setting) {
-  LaunchOptions options;
-  options.environment = {{"BELFRY_PROVIDER", "verbs"}};
-  options.argv = {BELFRY_COMMAND,
-                  "softnic",
-                  "run",
-                  "--",
-                  BELFRY_COMMAND,
-                  "run",
-                  "-n",
-                  "2",
-                  "--",
-                  "sh",
-                  "-c",
-                  "[ $BELFRY_RANK = 1 ] && export BELFRY_VERBS_ATOMICS=0; "
-                  "exec " JOB_RANK " host cooperative"};
-  expect_refused(options, "BELFRY_VERBS_ATOMICS");
+  for (const std::string setting : {"BELFRY_VERBS_ATOMICS", "BELFRY_VERBS_SIGNALS"}) {
+    LaunchOptions options;
+    options.environment = {{"BELFRY_PROVIDER", "verbs"}};
+    options.argv = {
+        BELFRY_COMMAND,
+        "softnic",
+        "run",
+        "--",
+        BELFRY_COMMAND,
+        "run",
+        "-n",
+        "2",
+        "--",
+        "sh",
+        "-c",
+        "[ $BELFRY_RANK = 1 ] && export " + setting + "=0; exec " JOB_RANK " host cooperative"};
+    expect_refused(options, setting);
+  }
 }
 
 TEST(F16, a_connection_over_which_nothing_passes_is_an_error_at_creation) {

@@ -66,6 +66,8 @@ def jobs(pair, link):
     for name, variables in (("verbs", verbs),
                             ("verbs, signals and atomics by the CPUs",
                              {**verbs, "BELFRY_VERBS_ATOMICS": 0}),
+                            ("verbs, signals and atomics by the device",
+                             {**verbs, "BELFRY_VERBS_SIGNALS": 1}),
                             ("fabric (tcp)", {"BELFRY_PROVIDER": "fabric"})):
         for path in ("host", "proxy"):
             ranks(pair, f"{path} on {name}, {link}", f"job_rank {path} cooperative",
@@ -129,12 +131,12 @@ def write_bandwidth(pair, bytes, iterations):
     return float(figures_of(output, bytes)[3]) / 8
 
 
-def bench(pair, what, size, iterations):
+def bench(pair, what, size, iterations, variables={}):
     """The median that rank 0 found."""
     command = (f"timeout 170 belfry bench {what} --provider verbs --path proxy --sizes {size} "
                f"--gpu off --iterations {iterations} --json /tmp/{what}.json")
     begin = time.monotonic()
-    for rank in start_ranks(pair, command, {"BELFRY_BOOTSTRAP_TIMEOUT": 160}):
+    for rank in start_ranks(pair, command, {"BELFRY_BOOTSTRAP_TIMEOUT": 160, **variables}):
         rank.finish(begin + 180)
     return json.loads(pair.guests[0].run(f"cat /tmp/{what}.json"))["rows"][0]["p50"]
 
@@ -142,9 +144,11 @@ def bench(pair, what, size, iterations):
 def bars(pair, options):
     rounds = options.rounds
     bytes = 65536  # 64 MiB of them a round
-    figures = {"belfry_us": [], "ib_write_lat_us": [], "belfry_gbs": [], "ib_write_bw_gbs": []}
+    figures = {"belfry_us": [], "belfry_device_signals_us": [], "ib_write_lat_us": [], "belfry_gbs": [], "ib_write_bw_gbs": []}
     for _ in range(rounds):
         figures["belfry_us"].append(bench(pair, "latency", 8, 1000))
+        figures["belfry_device_signals_us"].append(
+            bench(pair, "latency", 8, 1000, {"BELFRY_VERBS_SIGNALS": 1}))
         figures["ib_write_lat_us"].append(write_latency(pair, 1000))
         figures["belfry_gbs"].append(bench(pair, "bandwidth", bytes, 1))
         figures["ib_write_bw_gbs"].append(write_bandwidth(pair, bytes, 1024))
@@ -158,6 +162,9 @@ def bars(pair, options):
           f"| 8 B put + signal, one way, us, against ib_write_lat | {medians['belfry_us']:.1f} "
           f"| {medians['ib_write_lat_us']:.1f} | {latency:.2f} | ≤ {LATENCY_BAR}: "
           f"{'met' if latency <= LATENCY_BAR else 'NOT met'} |\n"
+          f"| the same, signals by the device | {medians['belfry_device_signals_us']:.1f} "
+          f"| {medians['ib_write_lat_us']:.1f} "
+          f"| {medians['belfry_device_signals_us'] / medians['ib_write_lat_us']:.2f} | – |\n"
           f"| 64 KiB puts, GB/s, against ib_write_bw | {medians['belfry_gbs']:.4f} "
           f"| {medians['ib_write_bw_gbs']:.4f} | {bandwidth:.2f} | ≥ {BANDWIDTH_BAR}: "
           f"{'met' if bandwidth >= BANDWIDTH_BAR else 'NOT met'} |", flush=True)
