@@ -102,10 +102,15 @@ class PollerHandle {
   struct State;
   explicit PollerHandle(std::shared_ptr<State> state);
   std::shared_ptr<State> state_;
-  friend PollerHandle add_poller(std::string name, std::function<bool()> poll);
+  friend PollerHandle add_poller(std::string name, std::function<bool()> poll,
+                                 std::function<void(bool)> driven);
 };
 
-PollerHandle add_poller(std::string name, std::function<bool()> poll);
+// `driven`, when given, hears true when a thread that waits for a kernel's end begins to call
+// `poll` over and over, and false when it stops: in between nobody else need call. It must not
+// wait. In the threads mode, where workers always poll, it hears nothing.
+PollerHandle add_poller(std::string name, std::function<bool()> poll,
+                        std::function<void(bool)> driven = {});
 
 // Runs `body(rank)` for `ranks` ranks inside this process, each as a task (fiber) of the
 // executor, and returns when all have ended. The first exception thrown by a body is rethrown

@@ -10,6 +10,12 @@
 #include "comm/implementation.hpp"
 
 namespace belfry {
+namespace {
+
+// Between two looks at what the bootstrap knows of the other ranks: system calls.
+constexpr std::uint64_t check_every_ns = 10'000'000;
+
+}  // namespace
 
 bool Comm::Implementation::progress() {
   bool worked = false;
@@ -41,7 +47,7 @@ void Comm::Implementation::attend() {
   check_stream_deadlines();
   tell_failure();
   const std::uint64_t now = simt::now_ns();
-  if (now - last_check < 1'000'000) return;
+  if (now - last_check < check_every_ns) return;
   last_check = now;
   if (const auto failure = bootstrap->check()) notice(*failure);
   collect_reports();

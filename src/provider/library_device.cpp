@@ -13,6 +13,7 @@ namespace belfry::provider {
 namespace {
 
 constexpr std::uint64_t look_every_ns = 10'000'000;
+constexpr std::uint64_t passes_per_clock = 16;
 
 // Placed as a reader expects who polls the word: whole 8-byte units in one store each.
 void deliver(std::byte* to, const Message& message) {
@@ -39,8 +40,8 @@ std::uint64_t LibraryDevice::clock_ns() {
 }
 
 bool LibraryDevice::progress() {
-  passes_.fetch_add(1, std::memory_order_relaxed);
-  now_ = clock_ns();
+  // Nothing here needs the time of each pass, and to ask for it takes as long as all the rest.
+  if (passes_.fetch_add(1, std::memory_order_relaxed) % passes_per_clock == 0) now_ = clock_ns();
   bool worked = take_completions();
   worked = send_answers() || worked;
   if (std::exchange(flush_wanted_, false)) {
@@ -251,7 +252,7 @@ void LibraryDevice::look_at_links() {
 // ---- who calls ----
 
 void LibraryDevice::start() {
-  poller_ = simt::add_poller(fmt::format("{} {}", config_.provider, config_.label), [this] {
+  const auto poll = [this] {
     if (!lock.try_lock()) return false;
     const std::lock_guard guard(lock, std::adopt_lock);
     const bool worked = progress();
@@ -259,7 +260,15 @@ void LibraryDevice::start() {
     // Virtual time must not run on while the network is at work.
     return worked || std::any_of(queues_.begin(), queues_.end(),
                                  [](LibraryQueue* q) { return q != nullptr && q->waits(); });
-  });
+  };
+  const auto driven = [this](bool is) {
+    driven_ = is;
+    if (is) return;
+    // Where the thread is awake it will see for itself.
+    if (const std::unique_lock asleep(attendant_mutex_, std::try_to_lock); !asleep) return;
+    attendant_wakes_.notify_all();
+  };
+  poller_ = simt::add_poller(fmt::format("{} {}", config_.provider, config_.label), poll, driven);
   // There is one thread in the seeded mode, and no time but its own.
   if (simt::options().mode != simt::Mode::seeded) attendant_ = std::thread([this] { attend(); });
 }
@@ -279,11 +288,17 @@ void LibraryDevice::attend() {
   using namespace std::chrono_literals;
   constexpr std::chrono::microseconds shortest = 100us;
   constexpr std::chrono::microseconds longest = 1ms;
+  // While a thread calls the poller all the time, but for kernels that compute for long.
+  constexpr std::chrono::microseconds beside = 10ms;
   auto nap = shortest;
   std::uint64_t seen = 0;
   std::unique_lock sleeping(attendant_mutex_);
   while (!ending_) {
-    if (attendant_wakes_.wait_for(sleeping, nap, [this] { return ending_; })) return;
+    const bool was_driven = driven_;
+    attendant_wakes_.wait_for(sleeping, was_driven ? beside : nap,
+                              [&] { return ending_ || driven_ != was_driven; });
+    if (ending_) return;
+    if (driven_ != was_driven) nap = shortest;
     // The executor's threads were here meanwhile: they see to it.
     const std::uint64_t passes = passes_.load(std::memory_order_relaxed);
     if (std::exchange(seen, passes) != passes || !lock.try_lock()) {

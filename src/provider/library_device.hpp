@@ -73,7 +73,7 @@ class LibraryDevice {
   // A connection was lost, or a queue left with transfers under way; with the lock held.
   bool cut = false;
   const Config& config() const { return config_; }
-  // When the pass that is under way began, on the clock of this machine: what the network does
+  // When this pass or one of the last began, on the clock of this machine: what the network does
   // takes real time, also where the executor's is virtual.
   std::uint64_t now() const { return now_; }
   static std::uint64_t clock_ns();
@@ -107,6 +107,7 @@ class LibraryDevice {
   std::mutex attendant_mutex_;
   std::condition_variable attendant_wakes_;
   bool ending_ = false;
+  std::atomic<bool> driven_{false};  // a thread of the executor calls progress() all the time
   std::thread attendant_;
   simt::PollerHandle poller_;
 };

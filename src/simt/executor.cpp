@@ -366,7 +366,9 @@ void Executor::drive_until(Done done) {
     Scheduler& scheduler = *schedulers_[0];
     scheduler.enter();
     scheduler.lend_root(true);
+    scheduler.tell_pollers(true);
     while (!done()) scheduler.pass();
+    scheduler.tell_pollers(false);
     scheduler.lend_root(false);
     this_thread = &outside;
     driving_.store(false, std::memory_order_release);
@@ -522,6 +524,7 @@ void Executor::remove(const std::shared_ptr<PollerState>& poller) {
   while (poller->busy.load(std::memory_order_seq_cst)) sched_yield();
   happens_after(poller.get());
   poller->poll = nullptr;  // what it holds is gone when the handle is
+  poller->driven = nullptr;
 }
 
 // --- The watchdog ------------------------------------------------------------------------------

@@ -41,6 +41,7 @@ struct LaunchState {
 struct PollerState {
   std::string name;
   std::function<bool()> poll;
+  std::function<void(bool)> driven;
   std::atomic<bool> busy{false};
   std::atomic<bool> removed{false};
 };

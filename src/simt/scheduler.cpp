@@ -495,6 +495,17 @@ bool Scheduler::run_poller(std::size_t index) {
   return worked;
 }
 
+// Those that this thread calls, or is about to call, again and again.
+void Scheduler::tell_pollers(bool driven) {
+  if (executor_.pollers_generation() != pollers_seen_)
+    pollers_seen_ = executor_.copy_pollers(pollers_);
+  for (const auto& poller : pollers_) {
+    if (!poller->driven || poller->busy.exchange(true, std::memory_order_seq_cst)) continue;
+    if (!poller->removed.load(std::memory_order_seq_cst)) poller->driven(driven);
+    poller->busy.store(false, std::memory_order_release);
+  }
+}
+
 // Only waits ran. Spinning any longer would take the core from whoever is waited for.
 void Scheduler::fruitless() {
   if (fruitless_ % (sleeps_ ? 64 : kChecks) == 0) {

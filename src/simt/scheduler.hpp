@@ -42,6 +42,7 @@ class Scheduler {
   // While set, the root waits for nothing but ends of tasks and attention: the pollers may run
   // without its turn coming.
   void lend_root(bool lends) { root_lends_ = lends; }
+  void tell_pollers(bool driven);
   // True when nothing could run: no fibers, no blocks, no pollers.
   bool idle() const;
 

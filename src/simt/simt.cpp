@@ -73,10 +73,12 @@ PollerHandle::~PollerHandle() {
   if (state_) Executor::get().remove(state_);
 }
 
-PollerHandle add_poller(std::string name, std::function<bool()> poll) {
+PollerHandle add_poller(std::string name, std::function<bool()> poll,
+                        std::function<void(bool)> driven) {
   auto state = std::make_shared<PollerHandle::State>();
   state->name = std::move(name);
   state->poll = std::move(poll);
+  state->driven = std::move(driven);
   Executor::get().add(state);
   return PollerHandle(std::move(state));
 }
