@@ -38,6 +38,7 @@ class LibraryDevice {
     std::string label;
     // A connection with something under way from which nothing has come for so long is lost.
     std::chrono::nanoseconds patience = std::chrono::seconds(20);
+    std::uint32_t queues = 1;  // that will be created, at most
   };
   explicit LibraryDevice(Config config);
   virtual ~LibraryDevice() = default;

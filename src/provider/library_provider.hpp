@@ -19,7 +19,7 @@ class LibraryProvider : public Provider {
  public:
   LibraryProvider(const char* name, const Options& options)
       : device_(std::make_shared<Device>(
-            LibraryDevice::Config{name, options.label, options.patience})) {
+            LibraryDevice::Config{name, options.label, options.patience, options.queues})) {
     device_->start();
   }
   ~LibraryProvider() override { device_->stop(); }

@@ -14,6 +14,7 @@
 #include <fstream>
 #include <memory>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 
 #include "provider/blob.hpp"
@@ -367,17 +368,43 @@ class VerbsDevice final : public LibraryDevice {
   bool closed() const { return closed_; }
   void close();  // with the lock held
 
+  // What queues complete into: as few as hold all of them, since each is looked at in every pass.
+  struct CompletionQueue {
+    Completions cq;
+    std::uint32_t capacity = 0, used = 0;
+  };
+  // One with room for so many completions; release() gives the room back.
+  CompletionQueue& completion_queue(std::uint32_t entries);
+  void release(CompletionQueue& queue, std::uint32_t entries) {
+    const std::lock_guard guard(lock);
+    queue.used -= entries;
+  }
+  // Whose completions bear this number.
+  void attach(std::uint32_t qpn, VerbsQueue* queue) {
+    const std::lock_guard guard(lock);
+    by_qpn_[qpn] = queue;
+  }
+  void detach(std::uint32_t qpn) {
+    const std::lock_guard guard(lock);
+    by_qpn_.erase(qpn);
+  }
+  void swaps_wanted() { swaps_wanted_ = true; }
+
   bool take_completions() override;
   bool send_answer(LibraryQueue& queue, const Message& message) override;
 
  private:
   void take_events();
+  void try_swaps();
 
   Settings settings_;
   Context context_;
   Port port_;
   ibv_device_attr attributes_{};
   Domain domain_;
+  std::vector<std::unique_ptr<CompletionQueue>> completion_queues_;
+  std::unordered_map<std::uint32_t, VerbsQueue*> by_qpn_;
+  bool swaps_wanted_ = false;  // some queue has swaps to be tried again
   bool closed_ = false;
   std::uint32_t passes_ = 0;
 };
@@ -400,11 +427,9 @@ class VerbsQueue final : public LibraryQueue {
     if (sends > static_cast<std::uint32_t>(verbs->attributes().max_qp_wr)) {
       refuse_depth(sends);
     }
-    cq_.reset(ibv_create_cq(verbs->context(), static_cast<int>(sends + receive_slots), nullptr,
-                            nullptr, 0));
-    if (cq_ == nullptr) refuse_call("ibv_create_cq", errno, "lower the option queue_depth");
+    cqes_ = {verbs.get(), sends + receive_slots};
     ibv_qp_init_attr wanted{};
-    wanted.send_cq = wanted.recv_cq = cq_.get();
+    wanted.send_cq = wanted.recv_cq = cqes_.cq();
     wanted.cap = {sends, receive_slots, 1, 1, sizeof(Message)};
     wanted.qp_type = IBV_QPT_RC;
     qp_.reset(ibv_create_qp(verbs->domain(), &wanted));
@@ -423,6 +448,7 @@ class VerbsQueue final : public LibraryQueue {
     batch_.resize(depth);
     pieces_.resize(depth);
     local_ = config.first_index;
+    attached_ = {verbs.get(), qp_->qp_num, this};
     join();
   }
 
@@ -434,7 +460,13 @@ class VerbsQueue final : public LibraryQueue {
                std::span<const std::byte> remote_queue) override;
   bool post_receive(std::uint32_t slot);
   bool send_answer(const Message& message);
-  bool take_completions();
+  void take(const ibv_wc& wc);
+  // True when some are left.
+  bool try_swaps();
+  void broken() {
+    fail(completed(), mlx5::Syndrome::local_qp_operation, 0,
+         "ibv_poll_cq failed: the completion queue is broken");
+  }
   void stop() {
     ibv_qp_attr attributes{};
     attributes.qp_state = IBV_QPS_ERR;
@@ -442,6 +474,51 @@ class VerbsQueue final : public LibraryQueue {
   }
 
  private:
+  // Its part of a completion queue.
+  class Cqes {
+   public:
+    Cqes() = default;
+    Cqes(VerbsDevice* device, std::uint32_t entries)
+        : device_(device), queue_(&device->completion_queue(entries)), entries_(entries) {}
+    ~Cqes() {
+      if (queue_ != nullptr) device_->release(*queue_, entries_);
+    }
+    Cqes& operator=(Cqes&& other) noexcept {
+      std::swap(device_, other.device_);
+      std::swap(queue_, other.queue_);
+      std::swap(entries_, other.entries_);
+      return *this;
+    }
+    ibv_cq* cq() const { return queue_->cq.get(); }
+
+   private:
+    VerbsDevice* device_ = nullptr;
+    VerbsDevice::CompletionQueue* queue_ = nullptr;
+    std::uint32_t entries_ = 0;
+  };
+
+  // That completions find it.
+  class Attached {
+   public:
+    Attached() = default;
+    Attached(VerbsDevice* device, std::uint32_t qpn, VerbsQueue* queue)
+        : device_(device), qpn_(qpn) {
+      device->attach(qpn, queue);
+    }
+    ~Attached() {
+      if (device_ != nullptr) device_->detach(qpn_);
+    }
+    Attached& operator=(Attached&& other) noexcept {
+      std::swap(device_, other.device_);
+      std::swap(qpn_, other.qpn_);
+      return *this;
+    }
+
+   private:
+    VerbsDevice* device_ = nullptr;
+    std::uint32_t qpn_ = 0;
+  };
+
   static bool loops(const Entry& e) {
     return e.kind == Entry::Kind::atomic && e.operation == queue::Operation::swap;
   }
@@ -458,16 +535,14 @@ class VerbsQueue final : public LibraryQueue {
   void modify(ibv_qp_attr& attributes, int mask, const char* state);
   std::uint64_t issue(std::uint64_t first, std::uint64_t end) override;
   void describe(std::uint64_t index, ibv_send_wr& request, ibv_sge& piece);
-  void take(const ibv_wc& wc);
   void entries_done(std::uint64_t end);
-  void try_swaps();
   Message& answer_slot(std::uint32_t i) { return messages_[entries().size() + i]; }
   Message& receive_slot(std::uint32_t i) { return messages_[entries().size() + answer_slots + i]; }
 
   std::shared_ptr<VerbsDevice> verbs_;
   std::vector<Message> messages_;  // as posted; answers; received
   Memory messages_mr_, results_mr_;
-  Completions cq_;
+  Cqes cqes_;
   Pair qp_;
   std::uint32_t inline_ = 0;
   std::vector<ibv_send_wr> batch_;
@@ -476,6 +551,7 @@ class VerbsQueue final : public LibraryQueue {
   std::vector<std::uint64_t> swaps_;  // to be tried again
   std::uint32_t answers_ = 0;         // slots in use, a bit each
   static_assert(answer_slots <= 32);
+  Attached attached_;
 };
 
 void VerbsQueue::modify(ibv_qp_attr& attributes, int mask, const char* state) {
@@ -686,41 +762,67 @@ void VerbsQueue::take(const ibv_wc& wc) {
   if (old == e.message.payload[1]) return locally_complete(index, index + 1);
   e.message.payload[1] = old;
   swaps_.push_back(index);
+  verbs_->swaps_wanted();
 }
 
-void VerbsQueue::try_swaps() {
+bool VerbsQueue::try_swaps() {
   while (!swaps_.empty()) {
     ibv_send_wr request{};
     ibv_sge piece{};
     describe(swaps_.back(), request, piece);
     request.send_flags |= IBV_SEND_SIGNALED;
     ibv_send_wr* bad = nullptr;
-    if (ibv_post_send(qp_.get(), &request, &bad) != 0) return;
+    if (ibv_post_send(qp_.get(), &request, &bad) != 0) break;
     swaps_.pop_back();
   }
+  return !swaps_.empty();
 }
 
-bool VerbsQueue::take_completions() {
-  std::array<ibv_wc, completions_per_poll> found;
-  const int count = ibv_poll_cq(cq_.get(), completions_per_poll, found.data());
-  for (int i = 0; i < count; ++i) take(found[static_cast<std::size_t>(i)]);
-  if (!swaps_.empty()) try_swaps();
-  if (count < 0) {
-    fail(completed(), mlx5::Syndrome::local_qp_operation, 0,
-         "ibv_poll_cq failed: the completion queue is broken");
+VerbsDevice::CompletionQueue& VerbsDevice::completion_queue(std::uint32_t entries) {
+  const std::lock_guard guard(lock);
+  for (const auto& known : completion_queues_) {
+    if (known->capacity - known->used < entries) continue;
+    known->used += entries;
+    return *known;
   }
-  return count > 0;
+  const auto most = static_cast<std::uint64_t>(std::max(attributes_.max_cqe, 1));
+  const std::uint64_t all = std::uint64_t{entries} * std::max(config().queues, 1u);
+  auto queue = std::make_unique<CompletionQueue>();
+  queue->capacity =
+      static_cast<std::uint32_t>(std::max<std::uint64_t>(std::min(all, most), entries));
+  queue->used = entries;
+  queue->cq.reset(
+      ibv_create_cq(context_.get(), static_cast<int>(queue->capacity), nullptr, nullptr, 0));
+  if (queue->cq == nullptr) refuse_call("ibv_create_cq", errno, "lower the option queue_depth");
+  return *completion_queues_.emplace_back(std::move(queue));
 }
 
 bool VerbsDevice::take_completions() {
   if (closed_) return false;
   bool any = false;
-  for (std::uint32_t number = 0; number < queues(); ++number) {
-    auto* q = static_cast<VerbsQueue*>(queue(number));
-    if (q != nullptr) any = q->take_completions() || any;
+  for (const auto& queue : completion_queues_) {
+    std::array<ibv_wc, completions_per_poll> found;
+    const int count = ibv_poll_cq(queue->cq.get(), completions_per_poll, found.data());
+    if (count < 0) {
+      for (const auto& [qpn, q] : by_qpn_) q->broken();
+    }
+    for (int i = 0; i < count; ++i) {
+      const ibv_wc& wc = found[static_cast<std::size_t>(i)];
+      // Of a queue that is gone some may be left.
+      if (const auto q = by_qpn_.find(wc.qp_num); q != by_qpn_.end()) q->second->take(wc);
+    }
+    any = any || count > 0;
   }
+  if (swaps_wanted_) try_swaps();
   if (++passes_ % 1024 == 0) take_events();
   return any;
+}
+
+void VerbsDevice::try_swaps() {
+  swaps_wanted_ = false;
+  for (const auto& [qpn, q] : by_qpn_) {
+    if (q->try_swaps()) swaps_wanted_ = true;
+  }
 }
 
 void VerbsDevice::take_events() {

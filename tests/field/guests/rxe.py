@@ -144,7 +144,8 @@ def bench(pair, what, size, iterations, variables={}):
 def bars(pair, options):
     rounds = options.rounds
     bytes = 65536  # 64 MiB of them a round
-    figures = {"belfry_us": [], "belfry_device_signals_us": [], "ib_write_lat_us": [], "belfry_gbs": [], "ib_write_bw_gbs": []}
+    figures = {"belfry_us": [], "belfry_device_signals_us": [], "ib_write_lat_us": [],
+               "belfry_gbs": [], "ib_write_bw_gbs": []}
     for _ in range(rounds):
         figures["belfry_us"].append(bench(pair, "latency", 8, 1000))
         figures["belfry_device_signals_us"].append(
