@@ -8,10 +8,8 @@
 
 #include <cerrno>
 #include <initializer_list>
-#include <new>
 
 #include "belfry/mlx5/endian.hpp"
-#include "belfry/status.hpp"
 
 namespace belfry::uverbs {
 
@@ -52,14 +50,8 @@ int Context::ioctl(std::uint64_t argument) {
     return 0;
   } catch (const Failure& failure) {
     error = failure.error;
-  } catch (const Error& failure) {
-    log(failure.what());
-    error = EINVAL;
-  } catch (const std::bad_alloc&) {
-    error = ENOMEM;
   } catch (const std::exception& failure) {
-    log(failure.what());
-    error = EIO;
+    error = errno_of(failure);
   }
   if (settings().verbose) {
     log(fmt::format("method {:#x} of object {:#x} failed: {}", method, object, strerror(error)));

@@ -22,14 +22,31 @@ constexpr int watched = 1 << 16;
 struct Table {
   std::mutex mutex;
   std::map<int, std::shared_ptr<Context>> contexts;
+  std::map<int, std::shared_ptr<CmChannel>> channels;
   // Looked at without the lock by every call on any descriptor.
-  std::array<std::atomic<bool>, watched> device = {};
+  enum Kind : std::uint8_t { other, device, connection_manager };
+  std::array<std::atomic<Kind>, watched> kind = {};
   std::atomic<std::uint32_t> open{0};
   std::atomic<std::uint32_t> pid{0};
 };
 Table& table() {
   static Table* const instance = new Table;
   return *instance;
+}
+
+// Whether there is a table to look at: a program may write from a handler of a signal at any time.
+std::atomic<bool> used{false};
+
+// Before something is opened. After a fork, what the parent has open is its own: it is left as it
+// is, since taking it down would take locks that nobody here gives back.
+void take_over(Table& all) {
+  used.store(true, std::memory_order_release);
+  const std::uint32_t pid = memory::own_pid();
+  if (all.pid.exchange(pid) == pid) return;
+  for (auto& [descriptor, context] : all.contexts) new std::shared_ptr<Context>(context);
+  for (auto& [descriptor, channel] : all.channels) new std::shared_ptr<CmChannel>(channel);
+  all.contexts.clear();
+  all.channels.clear();
 }
 
 }  // namespace
@@ -76,26 +93,60 @@ int open_device(int device, int flags) {
   }
   Table& all = table();
   const std::lock_guard lock(all.mutex);
-  const std::uint32_t pid = memory::own_pid();
-  if (all.pid.exchange(pid) != pid) {
-    // After a fork: the parent's contexts are its own. They are left as they are, since taking
-    // them down would take locks that nobody here gives back.
-    for (auto& [descriptor, context] : all.contexts) new std::shared_ptr<Context>(context);
-    all.contexts.clear();
-  }
+  take_over(all);
   all.contexts[fd] = std::make_shared<Context>(fd, static_cast<std::uint32_t>(device));
-  all.device[static_cast<std::size_t>(fd)].store(true);
+  all.kind[static_cast<std::size_t>(fd)].store(Table::device);
   all.open.fetch_add(1);
   return fd;
 }
 
-std::shared_ptr<Context> find_context(int fd) {
+bool is_connection_manager(const char* path) {
+  return path != nullptr && std::strcmp(path, "/dev/infiniband/rdma_cm") == 0 && active();
+}
+
+int open_connection_manager(int flags) {
+  auto channel = std::make_shared<CmChannel>();
+  const int fd = channel->program_end();
+  if (fd >= watched) {
+    ::close(fd);
+    errno = EMFILE;
+    return -1;
+  }
+  if ((flags & O_NONBLOCK) != 0) ::fcntl(fd, F_SETFL, O_NONBLOCK);
+  if ((flags & O_CLOEXEC) == 0) ::fcntl(fd, F_SETFD, 0);
   Table& all = table();
-  if (fd < 0 || fd >= watched || !all.device[static_cast<std::size_t>(fd)].load()) return nullptr;
+  const std::lock_guard lock(all.mutex);
+  take_over(all);
+  all.channels[fd] = std::move(channel);
+  all.kind[static_cast<std::size_t>(fd)].store(Table::connection_manager);
+  all.open.fetch_add(1);
+  return fd;
+}
+
+namespace {
+
+template <class T>
+std::shared_ptr<T> opened_at(int fd, Table::Kind kind,
+                             std::map<int, std::shared_ptr<T>> Table::*opened) {
+  if (!used.load(std::memory_order_acquire)) return nullptr;
+  Table& all = table();
+  if (fd < 0 || fd >= watched || all.kind[static_cast<std::size_t>(fd)].load() != kind) {
+    return nullptr;
+  }
   if (all.pid.load() != memory::own_pid()) return nullptr;
   const std::lock_guard lock(all.mutex);
-  const auto found = all.contexts.find(fd);
-  return found != all.contexts.end() ? found->second : nullptr;
+  const auto found = (all.*opened).find(fd);
+  return found != (all.*opened).end() ? found->second : nullptr;
+}
+
+}  // namespace
+
+std::shared_ptr<Context> find_context(int fd) {
+  return opened_at(fd, Table::device, &Table::contexts);
+}
+
+std::shared_ptr<CmChannel> find_cm(int fd) {
+  return opened_at(fd, Table::connection_manager, &Table::channels);
 }
 
 void forget_descriptor(int fd) {
@@ -103,18 +154,25 @@ void forget_descriptor(int fd) {
   if (fd < 0 || all.open.load(std::memory_order_relaxed) == 0) return;
   if (all.pid.load() != memory::own_pid()) return;
   std::shared_ptr<Context> gone;
+  std::shared_ptr<CmChannel> channel;
   std::vector<std::shared_ptr<Context>> others;
   {
     const std::lock_guard lock(all.mutex);
     if (const auto found = all.contexts.find(fd); found != all.contexts.end()) {
       gone = std::move(found->second);
       all.contexts.erase(found);
-      all.device[static_cast<std::size_t>(fd)].store(false);
+      all.kind[static_cast<std::size_t>(fd)].store(Table::other);
+      all.open.fetch_sub(1);
+    } else if (const auto known = all.channels.find(fd); known != all.channels.end()) {
+      channel = std::move(known->second);
+      all.channels.erase(known);
+      all.kind[static_cast<std::size_t>(fd)].store(Table::other);
       all.open.fetch_sub(1);
     } else {
       for (const auto& [descriptor, context] : all.contexts) others.push_back(context);
     }
   }
+  if (channel) channel->close();
   for (const auto& context : others) context->closed(fd);
 }
 

@@ -4,6 +4,7 @@
 #include <memory>
 #include <string_view>
 
+#include "uverbs/cm.hpp"
 #include "uverbs/context.hpp"
 #include "uverbs/inside.hpp"
 
@@ -20,6 +21,12 @@ int device_of(const char* path);
 int open_device(int device, int flags);
 // Null for descriptors that are not device files.
 std::shared_ptr<Context> find_context(int fd);
+
+// The same of /dev/infiniband/rdma_cm.
+bool is_connection_manager(const char* path);
+int open_connection_manager(int flags);
+std::shared_ptr<CmChannel> find_cm(int fd);
+
 // Called before the program's descriptor is closed.
 void forget_descriptor(int fd);
 

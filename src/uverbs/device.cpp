@@ -16,6 +16,7 @@
 #include <csignal>
 #include <cstdlib>
 #include <cstring>
+#include <new>
 #include <set>
 
 #include "belfry/simt.hpp"
@@ -74,6 +75,12 @@ void log_once(const std::string& line) {
   log(line);
 }
 
+int errno_of(const std::exception& error) {
+  if (dynamic_cast<const std::bad_alloc*>(&error) != nullptr) return ENOMEM;
+  log(error.what());
+  return dynamic_cast<const Error*>(&error) != nullptr ? EINVAL : EIO;
+}
+
 // ---- Events ----
 
 EventPipe::EventPipe() {
@@ -110,6 +117,10 @@ std::uint32_t EventPipe::withdraw(std::uint64_t user_handle) const {
 void Listener::withdraw_unread() {
   if (completion_pipe) completions -= completion_pipe->withdraw(user_handle);
   if (asynchronous_pipe) asynchronous -= asynchronous_pipe->withdraw(user_handle);
+}
+
+ssize_t EventPipe::receive(void* event, std::size_t bytes) const {
+  return ::recv(reading_, event, bytes, 0);
 }
 
 bool EventPipe::send(const void* event, std::size_t bytes) const {

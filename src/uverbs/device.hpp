@@ -2,8 +2,11 @@
 // where its events go. All contexts of the process on one device share it.
 #pragma once
 
+#include <sys/types.h>
+
 #include <atomic>
 #include <cstdint>
+#include <exception>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -26,6 +29,8 @@ inline constexpr const char* engine_thread_name = "softnic";
 void log(const std::string& line);
 // The same line only once a process.
 void log_once(const std::string& line);
+// What a call fails with for an error of our own, which is logged.
+int errno_of(const std::exception& error);
 
 // The two ends of a descriptor on which a program reads events. Whole messages; a program that
 // has closed its end is no error.
@@ -41,6 +46,8 @@ class EventPipe {
   // Takes back the events of an object that are not read yet: those whose first word is
   // `user_handle`. How many they were.
   std::uint32_t withdraw(std::uint64_t user_handle) const;
+  // An event, as the program would read it: waits as the flags of its descriptor say.
+  ssize_t receive(void* event, std::size_t bytes) const;
 
  private:
   int ends_[2] = {-1, -1};

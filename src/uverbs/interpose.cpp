@@ -54,8 +54,13 @@ Function* next(const char* name, const char* library = nullptr) {
 class Path {
  public:
   explicit Path(const char* path) : path_(path) {
-    constexpr char tree[] = "/sys/class/infiniband";
-    if (path == nullptr || std::strncmp(path, tree, sizeof(tree) - 1) != 0) return;
+    constexpr char classes[] = "/sys/class/", devices[] = "infiniband", manager[] = "misc/rdma_cm";
+    if (path == nullptr || std::strncmp(path, classes, sizeof(classes) - 1) != 0) return;
+    const char* name = path + sizeof(classes) - 1;
+    if (std::strncmp(name, devices, sizeof(devices) - 1) != 0 &&
+        std::strncmp(name, manager, sizeof(manager) - 1) != 0) {
+      return;
+    }
     if (Inside::now() || !active()) return;
     const Inside inside;
     const std::string& root = settings().sysfs;
@@ -76,14 +81,23 @@ class Path {
 int open_if_device(const char* path, int flags) {
   if (Inside::now()) return -2;
   const int device = device_of(path);
-  if (device < 0) return -2;
+  const bool manager = is_connection_manager(path);
+  if (device < 0 && !manager) return -2;
   const Inside inside;
-  return open_device(device, flags);
+  if (device >= 0) return open_device(device, flags);
+  try {
+    return open_connection_manager(flags);
+  } catch (const std::exception& error) {
+    log(error.what());
+    errno = EMFILE;
+    return -1;
+  }
 }
 
 // The name of a file that is there and of /dev/null's kind, for a device's.
 const char* node(const char* path) {
-  return !Inside::now() && device_of(path) >= 0 ? "/dev/null" : path;
+  const bool ours = !Inside::now() && (device_of(path) >= 0 || is_connection_manager(path));
+  return ours ? "/dev/null" : path;
 }
 
 template <class Status>
@@ -92,6 +106,8 @@ void as_device(Status& status) {
   status.st_rdev = makedev(1, 3);
   status.st_size = 0;
 }
+
+bool is_ours(int fd) { return find_context(fd) || find_cm(fd); }
 
 bool wants_mode(int flags) { return (flags & O_CREAT) != 0 || (flags & O_TMPFILE) == O_TMPFILE; }
 
@@ -204,16 +220,27 @@ BELFRY_EXPORT int ioctl(int fd, unsigned long request, ...) {
   return BELFRY_NEXT(ioctl)(fd, request, argument);
 }
 
+// Commands of the connection manager; with no lock and no library between it and every other write.
+BELFRY_EXPORT ssize_t write(int fd, const void* data, size_t bytes) {
+  if (!Inside::now()) {
+    if (const auto channel = find_cm(fd)) {
+      const Inside inside;
+      return channel->write(data, bytes);
+    }
+  }
+  return BELFRY_NEXT(write)(fd, data, bytes);
+}
+
 // The file behind a device passes for the character device that sysfs promises.
 BELFRY_EXPORT int fstat(int fd, struct stat* status) {
   const int result = BELFRY_NEXT(fstat)(fd, status);
-  if (result == 0 && !Inside::now() && find_context(fd)) as_device(*status);
+  if (result == 0 && !Inside::now() && is_ours(fd)) as_device(*status);
   return result;
 }
 
 BELFRY_EXPORT int fstat64(int fd, struct stat64* status) {
   const int result = BELFRY_NEXT(fstat64)(fd, status);
-  if (result == 0 && !Inside::now() && find_context(fd)) as_device(*status);
+  if (result == 0 && !Inside::now() && is_ours(fd)) as_device(*status);
   return result;
 }
 

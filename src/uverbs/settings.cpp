@@ -218,6 +218,9 @@ void write_sysfs(const std::string& folder, const Settings& settings) {
   const std::filesystem::path root = folder;
   const std::filesystem::path verbs = root / "class/infiniband_verbs";
   write_file(verbs / "abi_version", "6");
+  // The connection manager, whose descriptors say the same as the devices'.
+  write_file(root / "class/misc/rdma_cm/dev", "1:3");
+  write_file(root / "class/misc/rdma_cm/abi_version", "4");
   for (std::uint32_t d = 0; d < settings.devices; ++d) {
     const bool ethernet = settings.link == Link::ethernet;
     // What descriptors of the devices say that they are (interpose.cpp).

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Unmodified programs on rdma-core, as a server and a client that reach each other through SoftNIC.
 
-    pairs.py BELFRY SET      SET: pingpong, perftest, ucx, libfabric, faults
+    pairs.py BELFRY SET      SET: pingpong, perftest, ucx, libfabric, connections, faults, pacing
 
 A set whose programs are not installed is skipped (exit code 77), and says which package has them.
 """
@@ -15,7 +15,7 @@ import time
 BELFRY = None
 FABRIC = f"test-{os.getpid()}"
 PACKAGES = {"ibv_devinfo": "ibverbs-utils", "ib_write_bw": "perftest", "ucx_perftest": "ucx-utils",
-            "fi_info": "libfabric-bin"}
+            "fi_info": "libfabric-bin", "rping": "rdmacm-utils"}
 
 
 def need(program):
@@ -46,7 +46,7 @@ def run(command, options=(), seconds=30):
 
 
 def listening(port):
-    """Whether somebody listens on this TCP port, without connecting to it."""
+    """Whether somebody listens on this TCP port, or on that of the connection manager, without connecting to it."""
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
         try:
             with open(table) as stream:
@@ -55,7 +55,11 @@ def listening(port):
             continue
         if any(row[1].endswith(f":{port:04X}") and row[3] == "0A" for row in rows[1:]):
             return True
-    return False
+    # docs/softnic.md: a listener is a UNIX socket; the flag is that of listen().
+    with open("/proc/net/unix") as stream:
+        rows = [line.split() for line in stream]
+    names = tuple(f"-{FABRIC}-cm-{space}-{port}" for space in ("106", "111"))
+    return any(row[-1].endswith(names) and row[3] == "00010000" for row in rows[1:])
 
 
 def pair(server, client, port, options=(), environment=None, seconds=60):
@@ -172,6 +176,65 @@ def libfabric():
     return good
 
 
+def connections():
+    """Programs whose connections librdmacm makes."""
+    need("rping")
+    need("ib_write_bw")
+    need("fi_info")
+    good = True
+    where = ["-a", "127.0.0.1"]
+    port = PORTS.take()
+    command = ["rping", "-V", "-C", "20", "-S", "1000", "-p", str(port)] + where
+    good &= both_succeed("rping", command + ["-s"], command + ["-c"], port)
+    port = PORTS.take()
+    command = ["rping", "-V", "-C", "5", "-p", str(port), "-a", "::1"]
+    good &= both_succeed("rping on InfiniBand, IPv6", command + ["-s"], command + ["-c"], port,
+                         ["--link", "infiniband"])
+    port = PORTS.take()
+    good &= both_succeed("ucmatose", ["ucmatose", "-p", str(port)],
+                         ["ucmatose", "-p", str(port), "-s", "127.0.0.1"], port)
+    good &= both_succeed("rdma_server and rdma_client", ["rdma_server", "-p", str(port)],
+                         ["rdma_client", "-p", str(port), "-s", "127.0.0.1"], port)
+    good &= both_succeed("udaddy", ["udaddy"], ["udaddy", "-s", "127.0.0.1"], 7174)
+    for words in ("ib_write_lat -R -s 8 -n 200", "ib_write_bw -R -q 4 -n 320", "ib_send_lat -R -n 100"):
+        port = PORTS.take()
+        command = words.split() + ["-p", str(port)]
+        good &= both_succeed(words, command, command + ["localhost"], port)
+    for kind, provider in (("msg", "verbs"), ("rdm", "verbs;ofi_rxm")):
+        port = PORTS.take()
+        command = ["fi_pingpong", "-p", provider, "-e", kind, "-I", "50", "-S", "4096"]
+        good &= both_succeed(f"fi_pingpong -p '{provider}' -e {kind}", command + ["-B", str(port)],
+                             command + ["-P", str(port), "localhost"], port)
+    port = PORTS.take()
+    output, code = run(["rping", "-c", "-C", "1", "-p", str(port)] + where)
+    passed = code not in (0, 124) and "RDMA_CM_EVENT_REJECTED" in output
+    print(f"{'ok' if passed else 'FAILED'}  nobody listens: the connection is rejected")
+    if not passed:
+        print(f"exit {code}:\n{output}")
+    good &= passed
+    return good & killed_server()
+
+
+def killed_server():
+    """The client of a server that is killed learns of it, and ends."""
+    port = PORTS.take()
+    command = ["rping", "-v", "-C", "1000000000", "-p", str(port), "-a", "127.0.0.1"]
+    server = start(command + ["-s"])
+    deadline = time.monotonic() + 20
+    while not listening(port) and server.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    client = start(command + ["-c"])
+    first = client.stdout.readline()  # a ping came back
+    os.killpg(server.pid, signal.SIGKILL)
+    server.communicate()
+    output, code = finish(client, 30)
+    passed = "ping data" in first and code != 124 and "DISCONNECT" in output
+    print(f"{'ok' if passed else 'FAILED'}  a server is killed: its client is disconnected")
+    if not passed:
+        print(f"exit {code}:\n{first}{output[-2000:]}")
+    return passed
+
+
 def faults():
     """What a cable that is cut, and a WQE that fails, look like to a program."""
     need("ib_write_bw")
@@ -214,7 +277,7 @@ def pacing():
 
 def main():
     global BELFRY
-    sets = {f.__name__: f for f in (pingpong, perftest, ucx, libfabric, faults, pacing)}
+    sets = {f.__name__: f for f in (pingpong, perftest, ucx, libfabric, connections, faults, pacing)}
     if len(sys.argv) != 3 or sys.argv[2] not in sets:
         sys.exit(__doc__)
     BELFRY = sys.argv[1]
