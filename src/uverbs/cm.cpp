@@ -65,6 +65,8 @@ constexpr std::uint8_t request_data = 92, reply_data = 196, reject_data = 148,
                        datagram_request_data = 216, datagram_reply_data = 136, ip_header_data = 36;
 constexpr std::uint32_t udp_qkey = 0x01234567;
 
+}  // namespace
+
 enum class CmState : std::uint8_t {
   idle,
   bound,
@@ -81,6 +83,8 @@ enum class CmState : std::uint8_t {
   disconnected,
   failed,
 };
+
+namespace {
 
 // What goes between two IDs: one message of a socket each.
 struct Message {
