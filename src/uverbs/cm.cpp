@@ -4,7 +4,6 @@
 #include <fmt/format.h>
 #include <infiniband/verbs.h>
 #include <netinet/in.h>
-#include <pthread.h>
 #include <sys/epoll.h>
 #include <sys/eventfd.h>
 #include <sys/socket.h>
@@ -13,7 +12,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <chrono>
-#include <csignal>
 #include <cstring>
 #include <map>
 #include <memory>
@@ -21,7 +19,6 @@
 #include <optional>
 #include <random>
 #include <span>
-#include <thread>
 #include <type_traits>
 #include <vector>
 
@@ -1101,16 +1098,7 @@ void CmService::start() {
   }
   epoll_ = std::move(epoll);
   wake_ = std::move(wake);
-  // Signals are the program's own threads' to take.
-  sigset_t every, before;
-  ::sigfillset(&every);
-  ::pthread_sigmask(SIG_SETMASK, &every, &before);
-  std::thread([this] {
-    const Inside inside;
-    ::pthread_setname_np(::pthread_self(), engine_thread_name);
-    serve();
-  }).detach();
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  start_engine_thread([this] { serve(); }).detach();
 }
 
 void CmService::watch(const CmId& id, const bootstrap::Fd& socket) {

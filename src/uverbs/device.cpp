@@ -18,6 +18,7 @@
 #include <cstring>
 #include <new>
 #include <set>
+#include <utility>
 
 #include "belfry/simt.hpp"
 #include "belfry/status.hpp"
@@ -73,6 +74,20 @@ void log_once(const std::string& line) {
     if (!lines->insert(line).second) return;
   }
   log(line);
+}
+
+std::thread start_engine_thread(std::function<void()> body) {
+  sigset_t every, before;
+  ::sigfillset(&every);
+  ::pthread_sigmask(SIG_SETMASK, &every, &before);
+  std::thread thread([body = std::move(body)] {
+    const Inside inside;
+    body();
+  });
+  // Not by itself: who looks a moment later would take it for the program's.
+  ::pthread_setname_np(thread.native_handle(), engine_thread_name);
+  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  return thread;
 }
 
 int errno_of(const std::exception& error) {
@@ -239,15 +254,7 @@ Device::Device(std::uint32_t number)
   nic_->on_event([this](const softnic::Event& event) { heard(event); });
   fabric_.publish(slot_, number, nic_->address());
   devices().running[number].store(this);
-  // Signals are the program's own threads' to take.
-  sigset_t every, before;
-  ::sigfillset(&every);
-  ::pthread_sigmask(SIG_SETMASK, &every, &before);
-  thread_ = std::thread([this] {
-    const Inside inside;
-    run();
-  });
-  ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+  thread_ = start_engine_thread([this] { run(); });
 }
 
 Device::~Device() {
@@ -294,7 +301,6 @@ bool progress_of_program() {
 // through libibverbs runs the engine itself (operations.cpp) and leaves nothing here; one that
 // polls memory and spins leaves this thread all of the work, and the core only in its pauses.
 void Device::run() {
-  ::pthread_setname_np(::pthread_self(), engine_thread_name);
   ::prctl(PR_SET_TIMERSLACK, 1000);
   // A short slice (as of Linux 6.12) and, where the user may, a low nice value let the thread run
   // as soon as it wakes beside a program that spins. Without either nothing is lost but time.

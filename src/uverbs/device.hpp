@@ -7,6 +7,7 @@
 #include <atomic>
 #include <cstdint>
 #include <exception>
+#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -24,6 +25,8 @@ const Settings& settings();
 
 // By which the threads of engines are told from the program's.
 inline constexpr const char* engine_thread_name = "softnic";
+// A thread of that name from the start, beside which the program's own threads take every signal.
+std::thread start_engine_thread(std::function<void()> body);
 
 // One line into the log: a file, or standard error.
 void log(const std::string& line);
