@@ -73,7 +73,8 @@ int main() {
     launch({.name = "mixed"}, mixed, comm->device_comm(), mapped.id(), ordinary.id(), &wrong)
         .wait();
     comm->barrier();
-    if (own[2 * bytes / 8 + 8] != 3) ++wrong;
+    // Atomic: that the peer's addition came before the barrier, only the peer's process knows.
+    if (load<Order::acquire, Scope::system>(&own[2 * bytes / 8 + 8]) != 3) ++wrong;
     const Health health = comm->health();
     std::printf("rank %d: %d wrong; %s\n", comm->rank(), wrong, health.error.c_str());
     comm->barrier();
