@@ -1,13 +1,14 @@
 # Compile options that every target of belfry shares, and how a test program is declared.
 
 # ccache where it is installed. The environment lets it serve objects that were built through a
-# precompiled header, and serve one checkout what another one compiled.
+# precompiled header, and serve one checkout what another one compiled. What it has not it need not
+# preprocess first: ninja asks the compiler for the list of headers anyway.
 find_program(CCACHE ccache)
 if(CCACHE AND PROJECT_IS_TOP_LEVEL)
   set(CMAKE_CXX_COMPILER_LAUNCHER
     ${CMAKE_COMMAND} -E env
     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime,include_file_ctime
-    CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 ${CCACHE})
+    CCACHE_BASEDIR=${PROJECT_SOURCE_DIR} CCACHE_NOHASHDIR=1 CCACHE_DEPEND=1 ${CCACHE})
 endif()
 
 if(NOT BELFRY_SANITIZE STREQUAL "")
