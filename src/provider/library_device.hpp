@@ -77,6 +77,7 @@ class LibraryDevice {
   // When this pass or one of the last began, on the clock of this machine: what the network does
   // takes real time, also where the executor's is virtual.
   std::uint64_t now() const { return now_; }
+  void read_clock() { now_ = clock_ns(); }
   static std::uint64_t clock_ns();
 
   std::vector<std::string> take_reports();

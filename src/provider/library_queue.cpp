@@ -243,7 +243,11 @@ void LibraryQueue::flush() {
   // The poster rings without the lock.
   const std::uint64_t rung = load<Order::acquire, Scope::device>(&rung_);
   if (failed_ || lost_at_ != 0 || issued_ == rung) return;
-  if (!std::exchange(expects_, true)) heard();  // the wait for an answer begins
+  if (!std::exchange(expects_, true)) {  // the wait for an answer begins
+    // Not with the time of a pass before a pause in which nobody looked.
+    device_->read_clock();
+    heard();
+  }
   const std::uint64_t taken = issue(issued_, rung);
   store<Order::relaxed, Scope::device>(&issued_, issued_ + taken);
   if (issued_ != rung) device_->flush_wanted();

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "belfry/device/operation.hpp"
 #include "conformance/harness.hpp"
@@ -41,8 +43,8 @@ class FakeQueue final : public LibraryQueue {
 
 class FakeDevice final : public LibraryDevice {
  public:
-  explicit FakeDevice(Wire& wire)
-      : LibraryDevice({"fake", "rank 0", std::chrono::seconds(20)}), wire_(wire) {}
+  explicit FakeDevice(Wire& wire) : LibraryDevice({"fake", "rank 0", patience}), wire_(wire) {}
+  static constexpr auto patience = std::chrono::seconds(2);
   bool take_completions() override { return false; }
   bool send_answer(LibraryQueue& queue, const Message& message) override;
 
@@ -208,6 +210,19 @@ TEST(F2, what_the_nic_cannot_take_now_is_tried_again_and_nothing_is_lost_or_come
       wire.complete(end);
       EXPECT_EQ(wire.words(1)[signal_at / 8], 60u);
     }
+  }
+}
+
+TEST(LibraryQueue, a_pause_before_a_put_is_no_silence_of_the_peer) {
+  Wire wire(1, config_of(16), unordered);
+  for (int i = 0; i < 2; ++i) {
+    // In it nobody looks, nor reads the clock.
+    if (i == 1) std::this_thread::sleep_for(FakeDevice::patience + std::chrono::milliseconds(200));
+    const std::uint64_t end = wire.post(op::put_value(Place{1, 0}, std::uint64_t{7}), 0, 0, 0);
+    wire.queue(0).ring();
+    for (int pass = 0; pass < 64; ++pass) wire.device(0).progress();
+    EXPECT_FALSE(wire.queue(0).failed());
+    wire.complete(end);
   }
 }
 
