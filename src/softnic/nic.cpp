@@ -287,8 +287,7 @@ struct SoftNic::Implementation {
   std::uint64_t pass_number = 0;
   std::uint64_t random_state = 1;
   std::uint64_t created_ns = 0;
-  std::uint64_t link_free_ps =
-      0;  // since created_ns: when the paced link has sent what it was given
+  std::uint64_t link_free_ps = 0;  // pacing, since created_ns: when the link has sent all it has
   std::uint64_t last_liveness_ns = 0;
   std::uint32_t first_turn = 0;
   std::uint32_t control_waiting = 0;  // atomic
@@ -354,7 +353,7 @@ struct SoftNic::Implementation {
   }
 
   void noticed(EngineQp& engine_qp) {
-    auto& qp = static_cast<HostQp&>(engine_qp);
+    HostQp& qp = host(engine_qp);
     if (qp.posted_count < qp.posted.size()) ++qp.posted_count;
     qp.posted[qp.posted_count - 1] = {now(), qp.producer};
   }
@@ -362,7 +361,7 @@ struct SoftNic::Implementation {
   // A message leaves when it was posted, or when the link has sent those before it; READs and
   // atomics go there and back. Whatever stays here takes no time.
   std::uint64_t arrives(EngineQp& engine_qp, const Wqe& wqe) {
-    auto& qp = static_cast<HostQp&>(engine_qp);
+    HostQp& qp = host(engine_qp);
     std::size_t past = 0;
     while (past + 1 < qp.posted_count &&
            static_cast<std::int16_t>(qp.posted[past].producer - wqe.index) <= 0) {
