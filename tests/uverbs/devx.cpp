@@ -9,6 +9,7 @@
 
 #include <array>
 #include <atomic>
+#include <chrono>
 #include <cstdio>
 #include <cstring>
 #include <filesystem>
@@ -468,7 +469,6 @@ TEST(Devx, an_indirect_key_of_scattered_pieces_or_of_no_key_is_refused) {
   EXPECT_EQ(IndirectKey(a, here.memory, here.rkey, here.memory + Side::bytes, 1).object, nullptr);
 }
 
-// The child is a process of its own before it opens a device.
 // ---- registered memory that peers can map ----
 
 // Whether a memory file stands behind `address` now.
@@ -568,7 +568,11 @@ TEST_F(Shared, memory_stays_as_it_is_where_the_program_could_tell) {
     over = true;
     other.join();
     // The kernel has it for a moment after it was joined.
-    while (threads() != before) std::this_thread::yield();
+    const auto until = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (threads() != before && std::chrono::steady_clock::now() < until) {
+      std::this_thread::yield();
+    }
+    ASSERT_EQ(threads(), before);
   }
   // Memory that is not one mapping, and a file's.
   ASSERT_EQ(::mprotect(memory + page, page, PROT_READ), 0);
@@ -588,6 +592,7 @@ TEST_F(Shared, memory_stays_as_it_is_where_the_program_could_tell) {
   EXPECT_EQ(ibv_dereg_mr(mr), 0);
 }
 
+// The child is a process of its own before it opens a device.
 TEST(Devx, two_processes_write_to_each_other) {
   int ends[2];
   ASSERT_EQ(::socketpair(AF_UNIX, SOCK_SEQPACKET, 0, ends), 0);
