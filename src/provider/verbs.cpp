@@ -373,17 +373,10 @@ class VerbsDevice final : public LibraryDevice {
     Completions cq;
     std::uint32_t capacity = 0, used = 0;
   };
-  // One with room for so many completions; release() gives the room back.
-  CompletionQueue& completion_queue(std::uint32_t entries);
-  void release(CompletionQueue& queue, std::uint32_t entries) {
-    const std::lock_guard guard(lock);
-    queue.used -= entries;
-  }
-  // Whose completions bear this number.
-  void attach(std::uint32_t qpn, VerbsQueue* queue) {
-    const std::lock_guard guard(lock);
-    by_qpn_[qpn] = queue;
-  }
+  // One with room for so many completions, which is given back with it.
+  std::shared_ptr<ibv_cq> completion_queue(std::uint32_t entries);
+  // Whose completions bear this number; with the lock held.
+  void attach(std::uint32_t qpn, VerbsQueue* queue) { by_qpn_[qpn] = queue; }
   void detach(std::uint32_t qpn) {
     const std::lock_guard guard(lock);
     by_qpn_.erase(qpn);
@@ -427,9 +420,9 @@ class VerbsQueue final : public LibraryQueue {
     if (sends > static_cast<std::uint32_t>(verbs->attributes().max_qp_wr)) {
       refuse_depth(sends);
     }
-    cqes_ = {verbs.get(), sends + receive_slots};
+    cq_ = verbs->completion_queue(sends + receive_slots);
     ibv_qp_init_attr wanted{};
-    wanted.send_cq = wanted.recv_cq = cqes_.cq();
+    wanted.send_cq = wanted.recv_cq = cq_.get();
     wanted.cap = {sends, receive_slots, 1, 1, sizeof(Message)};
     wanted.qp_type = IBV_QPT_RC;
     qp_.reset(ibv_create_qp(verbs->domain(), &wanted));
@@ -448,11 +441,13 @@ class VerbsQueue final : public LibraryQueue {
     batch_.resize(depth);
     pieces_.resize(depth);
     local_ = config.first_index;
-    attached_ = {verbs.get(), qp_->qp_num, this};
     join();
   }
 
-  ~VerbsQueue() override { leave(); }
+  ~VerbsQueue() override {
+    verbs_->detach(qp_->qp_num);
+    leave();
+  }
 
   Blob address() const override { return blob_of(QueueAddress{number(), token(), qp_->qp_num, 0}); }
 
@@ -474,51 +469,6 @@ class VerbsQueue final : public LibraryQueue {
   }
 
  private:
-  // Its part of a completion queue.
-  class Cqes {
-   public:
-    Cqes() = default;
-    Cqes(VerbsDevice* device, std::uint32_t entries)
-        : device_(device), queue_(&device->completion_queue(entries)), entries_(entries) {}
-    ~Cqes() {
-      if (queue_ != nullptr) device_->release(*queue_, entries_);
-    }
-    Cqes& operator=(Cqes&& other) noexcept {
-      std::swap(device_, other.device_);
-      std::swap(queue_, other.queue_);
-      std::swap(entries_, other.entries_);
-      return *this;
-    }
-    ibv_cq* cq() const { return queue_->cq.get(); }
-
-   private:
-    VerbsDevice* device_ = nullptr;
-    VerbsDevice::CompletionQueue* queue_ = nullptr;
-    std::uint32_t entries_ = 0;
-  };
-
-  // That completions find it.
-  class Attached {
-   public:
-    Attached() = default;
-    Attached(VerbsDevice* device, std::uint32_t qpn, VerbsQueue* queue)
-        : device_(device), qpn_(qpn) {
-      device->attach(qpn, queue);
-    }
-    ~Attached() {
-      if (device_ != nullptr) device_->detach(qpn_);
-    }
-    Attached& operator=(Attached&& other) noexcept {
-      std::swap(device_, other.device_);
-      std::swap(qpn_, other.qpn_);
-      return *this;
-    }
-
-   private:
-    VerbsDevice* device_ = nullptr;
-    std::uint32_t qpn_ = 0;
-  };
-
   static bool loops(const Entry& e) {
     return e.kind == Entry::Kind::atomic && e.operation == queue::Operation::swap;
   }
@@ -542,7 +492,7 @@ class VerbsQueue final : public LibraryQueue {
   std::shared_ptr<VerbsDevice> verbs_;
   std::vector<Message> messages_;  // as posted; answers; received
   Memory messages_mr_, results_mr_;
-  Cqes cqes_;
+  std::shared_ptr<ibv_cq> cq_;
   Pair qp_;
   std::uint32_t inline_ = 0;
   std::vector<ibv_send_wr> batch_;
@@ -551,7 +501,6 @@ class VerbsQueue final : public LibraryQueue {
   std::vector<std::uint64_t> swaps_;  // to be tried again
   std::uint32_t answers_ = 0;         // slots in use, a bit each
   static_assert(answer_slots <= 32);
-  Attached attached_;
 };
 
 void VerbsQueue::modify(ibv_qp_attr& attributes, int mask, const char* state) {
@@ -593,6 +542,7 @@ void VerbsQueue::connect(std::span<const std::byte> remote_device,
       if (!post_receive(slot)) refuse_call("ibv_post_recv", errno, "see `ibv_devinfo -v`");
     }
     connect_to(queue.number, queue.token);
+    verbs_->attach(qp_->qp_num, this);  // before any completion can come
   }
   a = {};
   a.qp_state = IBV_QPS_RTR;
@@ -778,23 +728,27 @@ bool VerbsQueue::try_swaps() {
   return !swaps_.empty();
 }
 
-VerbsDevice::CompletionQueue& VerbsDevice::completion_queue(std::uint32_t entries) {
+std::shared_ptr<ibv_cq> VerbsDevice::completion_queue(std::uint32_t entries) {
   const std::lock_guard guard(lock);
+  const auto lend = [&](CompletionQueue& queue) {
+    queue.used += entries;
+    return std::shared_ptr<ibv_cq>(queue.cq.get(), [this, &queue, entries](ibv_cq*) {
+      const std::lock_guard again(lock);
+      queue.used -= entries;
+    });
+  };
   for (const auto& known : completion_queues_) {
-    if (known->capacity - known->used < entries) continue;
-    known->used += entries;
-    return *known;
+    if (known->capacity - known->used >= entries) return lend(*known);
   }
   const auto most = static_cast<std::uint64_t>(std::max(attributes_.max_cqe, 1));
   const std::uint64_t all = std::uint64_t{entries} * std::max(config().queues, 1u);
   auto queue = std::make_unique<CompletionQueue>();
   queue->capacity =
       static_cast<std::uint32_t>(std::max<std::uint64_t>(std::min(all, most), entries));
-  queue->used = entries;
   queue->cq.reset(
       ibv_create_cq(context_.get(), static_cast<int>(queue->capacity), nullptr, nullptr, 0));
   if (queue->cq == nullptr) refuse_call("ibv_create_cq", errno, "lower the option queue_depth");
-  return *completion_queues_.emplace_back(std::move(queue));
+  return lend(*completion_queues_.emplace_back(std::move(queue)));
 }
 
 bool VerbsDevice::take_completions() {
