@@ -76,14 +76,20 @@ def pair(server, client, port, options=(), environment=None, seconds=60):
     return client_output, client_code, server_output, server_code
 
 
+def verdict(passed, name, details):
+    """Prints whether a case passed, and if not what there was to see."""
+    print(f"{'ok' if passed else 'FAILED'}  {name}")
+    if not passed:
+        print(details)
+    return passed
+
+
 def both_succeed(name, server, client, port, options=(), environment=None):
     begin = time.monotonic()
     result = pair(server, client, port, options, environment)
     good = result[1] == 0 and result[3] == 0
-    print(f"{'ok' if good else 'FAILED'}  {name}  ({time.monotonic() - begin:.1f} s)")
-    if not good:
-        print(f"client, exit {result[1]}:\n{result[0]}\nserver, exit {result[3]}:\n{result[2]}")
-    return good
+    return verdict(good, f"{name}  ({time.monotonic() - begin:.1f} s)",
+                   f"client, exit {result[1]}:\n{result[0]}\nserver, exit {result[3]}:\n{result[2]}")
 
 
 class Ports:
@@ -104,9 +110,7 @@ def pingpong():
     need("ibv_devinfo")
     output, code = run(["ibv_devinfo", "-v"])
     good = code == 0 and "mlx5_0" in output and "PORT_ACTIVE" in output and "RoCE v2" in output
-    print(f"{'ok' if good else 'FAILED'}  ibv_devinfo -v")
-    if not good:
-        print(output)
+    verdict(good, "ibv_devinfo -v", output)
     for words in ("ibv_rc_pingpong", "ibv_rc_pingpong -e", "ibv_rc_pingpong -s 262144 -n 100",
                   "ibv_ud_pingpong", "ibv_ud_pingpong -e", "ibv_srq_pingpong -q 4",
                   "ibv_srq_pingpong -q 4 -e"):
@@ -170,10 +174,7 @@ def libfabric():
     need("fi_info")
     output, code = run(["fi_info", "-p", "verbs"])
     good = code == 0 and "mlx5_0" in output and "FI_PROTO_RDMA_CM_IB_RC" in output
-    print(f"{'ok' if good else 'FAILED'}  fi_info -p verbs")
-    if not good:
-        print(output)
-    return good
+    return verdict(good, "fi_info -p verbs", output)
 
 
 def connections():
@@ -208,10 +209,7 @@ def connections():
     port = PORTS.take()
     output, code = run(["rping", "-c", "-C", "1", "-p", str(port)] + where)
     passed = code not in (0, 124) and "RDMA_CM_EVENT_REJECTED" in output
-    print(f"{'ok' if passed else 'FAILED'}  nobody listens: the connection is rejected")
-    if not passed:
-        print(f"exit {code}:\n{output}")
-    good &= passed
+    good &= verdict(passed, "nobody listens: the connection is rejected", f"exit {code}:\n{output}")
     return good & killed_server()
 
 
@@ -229,10 +227,8 @@ def killed_server():
     server.communicate()
     output, code = finish(client, 30)
     passed = "ping data" in first and code != 124 and "DISCONNECT" in output
-    print(f"{'ok' if passed else 'FAILED'}  a server is killed: its client is disconnected")
-    if not passed:
-        print(f"exit {code}:\n{first}{output[-2000:]}")
-    return passed
+    return verdict(passed, "a server is killed: its client is disconnected",
+                   f"exit {code}:\n{first}{output[-2000:]}")
 
 
 def faults():
@@ -246,10 +242,7 @@ def faults():
         command = ["ib_write_bw", "-n", "50", "-p", str(port)]
         output, code, _, _ = pair(command, command + ["localhost"], port, options)
         passed = code not in (0, 124) and status in output
-        print(f"{'ok' if passed else 'FAILED'}  {name} is '{status}'")
-        if not passed:
-            print(f"exit {code}:\n{output}")
-        good &= passed
+        good &= verdict(passed, f"{name} is '{status}'", f"exit {code}:\n{output}")
     return good
 
 
@@ -268,10 +261,7 @@ def pacing():
         output, code, _, _ = pair(command, command + ["localhost"], port, options)
         rows = [line.split() for line in output.splitlines() if line.split() and line.split()[0].isdigit()]
         passed = code == 0 and bool(rows) and fits(float(rows[-1][column]))
-        print(f"{'ok' if passed else 'FAILED'}  {words} with {' '.join(options)}: {bound}")
-        if not passed:
-            print(f"exit {code}:\n{output}")
-        good &= passed
+        good &= verdict(passed, f"{words} with {' '.join(options)}: {bound}", f"exit {code}:\n{output}")
     return good
 
 
