@@ -73,7 +73,7 @@ void check(const CommOptions& o) {
   check_probability("reorder", o.softnic.reorder);
   check_probability("drop", o.softnic.drop);
   bound("softnic.latency (ns)", static_cast<std::uint64_t>(o.softnic.latency.count()), 0,
-        1'000'000'000);
+        static_cast<std::uint64_t>(softnic::Pacing::longest.count()));
   // Signals past the user's are numbered in the same field of a command.
   bound("signals and barriers together", DeviceComm::control_words(o.signals, o.barriers), 0,
         (1u << queue::command_bits::signal_id) - 1);

@@ -144,6 +144,7 @@ static_assert(sizeof(TraceEvent) == 16);
 // the NIC saw it (READs and atomics: twice that), and all together leave no faster than the rate. 0
 // = as fast as the memory is.
 struct Pacing {
+  static constexpr std::chrono::nanoseconds longest{1'000'000'000};  // that users may ask for
   std::chrono::nanoseconds latency{0};
   std::uint64_t bytes_per_second = 0;
 };

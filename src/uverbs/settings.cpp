@@ -108,7 +108,7 @@ const std::map<std::string, Field, std::less<>>& fields() {
       {"latency",
        {[](S& s, std::string_view value) {
           std::uint32_t ns = 0;
-          if (!read_number(value, ns) || ns > 1'000'000'000) return false;
+          if (!read_number(value, ns) || ns > softnic::Pacing::longest.count()) return false;
           s.pacing.latency = std::chrono::nanoseconds(ns);
           return true;
         },

@@ -161,7 +161,7 @@ void add_softnic_options(CLI::App* command, belfry::tool::SoftnicOptions& o) {
       ->add_option_function<unsigned>(
           "--latency", [&s](unsigned ns) { s.pacing.latency = std::chrono::nanoseconds(ns); },
           "Nanoseconds that a message is on its way; READs and atomics take two such ways.")
-      ->check(CLI::Range(0u, 1'000'000'000u))
+      ->check(CLI::Range(std::int64_t{0}, std::int64_t{belfry::softnic::Pacing::longest.count()}))
       ->group(pacing);
   command
       ->add_option_function<double>(
