@@ -1,18 +1,21 @@
 #!/usr/bin/env python3
 """Unmodified programs on rdma-core, as a server and a client that reach each other through SoftNIC.
 
-    pairs.py BELFRY SET      SET: pingpong, perftest, ucx, libfabric, connections, faults, pacing
+    pairs.py BELFRY LEAVE_TOGETHER SET      SET: pingpong, perftest, ucx, libfabric, connections, faults, pacing
+                                            LEAVE_TOGETHER: the library made of leave_together.cpp
 
 A set whose programs are not installed is skipped (exit code 77), and says which package has them.
 """
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
 
 BELFRY = None
+LEAVE_TOGETHER = None
 FABRIC = f"test-{os.getpid()}"
 PACKAGES = {"ibv_devinfo": "ibverbs-utils", "ib_write_bw": "perftest", "ucx_perftest": "ucx-utils",
             "fi_info": "libfabric-bin", "rping": "rdmacm-utils"}
@@ -24,9 +27,9 @@ def need(program):
         sys.exit(77)
 
 
-def start(command, options=(), environment=None):
+def start(command, options=(), environment=None, descriptors=()):
     return subprocess.Popen([BELFRY, "softnic", "run", "--fabric", FABRIC, *options, "--", *command],
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, pass_fds=descriptors,
                             start_new_session=True, env={**os.environ, **(environment or {})})
 
 
@@ -62,13 +65,21 @@ def listening(port):
     return any(row[-1].endswith(names) and row[3] == "00010000" for row in rows[1:])
 
 
-def pair(server, client, port, options=(), environment=None, seconds=60):
-    """Both outputs and exit codes. The client starts when the server listens."""
-    first = start(server, options, environment)
+def pair(server, client, port, options=(), environment=None, seconds=60, together=False):
+    """Both outputs and exit codes. The client starts when the server listens. `together`: neither destroys its
+    queue before both have come to their end; leave_together.cpp says whom that helps."""
+    ends = socket.socketpair() if together else ()
+    sides = [(environment, ())] * 2
+    if together:
+        sides = [({**(environment or {}), "LD_PRELOAD": LEAVE_TOGETHER, "BELFRY_TEST_PEER_SOCKET": str(end.fileno())},
+                  (end.fileno(),)) for end in ends]
+    first = start(server, options, *sides[0])
     deadline = time.monotonic() + 20
     while not listening(port) and first.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
-    second = start(client, options, environment)
+    second = start(client, options, *sides[1])
+    for end in ends:
+        end.close()
     client_output, client_code = finish(second, seconds)
     if client_code != 0 and first.poll() is None:
         os.killpg(first.pid, signal.SIGKILL)
@@ -84,9 +95,9 @@ def verdict(passed, name, details):
     return passed
 
 
-def both_succeed(name, server, client, port, options=(), environment=None):
+def both_succeed(name, server, client, port, options=(), environment=None, together=False):
     begin = time.monotonic()
-    result = pair(server, client, port, options, environment)
+    result = pair(server, client, port, options, environment, together=together)
     good = result[1] == 0 and result[3] == 0
     return verdict(good, f"{name}  ({time.monotonic() - begin:.1f} s)",
                    f"client, exit {result[1]}:\n{result[0]}\nserver, exit {result[3]}:\n{result[2]}")
@@ -205,7 +216,7 @@ def connections():
         port = PORTS.take()
         command = ["fi_pingpong", "-p", provider, "-e", kind, "-I", "50", "-S", "4096"]
         good &= both_succeed(f"fi_pingpong -p '{provider}' -e {kind}", command + ["-B", str(port)],
-                             command + ["-P", str(port), "localhost"], port)
+                             command + ["-P", str(port), "localhost"], port, together=kind == "rdm")
     port = PORTS.take()
     output, code = run(["rping", "-c", "-C", "1", "-p", str(port)] + where)
     passed = code not in (0, 124) and "RDMA_CM_EVENT_REJECTED" in output
@@ -266,13 +277,13 @@ def pacing():
 
 
 def main():
-    global BELFRY
+    global BELFRY, LEAVE_TOGETHER
     sets = {f.__name__: f for f in (pingpong, perftest, ucx, libfabric, connections, faults, pacing)}
-    if len(sys.argv) != 3 or sys.argv[2] not in sets:
+    if len(sys.argv) != 4 or sys.argv[3] not in sets:
         sys.exit(__doc__)
-    BELFRY = sys.argv[1]
+    BELFRY, LEAVE_TOGETHER = sys.argv[1:3]
     try:
-        good = sets[sys.argv[2]]()
+        good = sets[sys.argv[3]]()
     finally:
         try:
             os.unlink(f"/dev/shm/belfry-softnic-{os.getuid()}-{FABRIC}")
