@@ -2,6 +2,8 @@
 # each source is compiled for each architecture on its own and what ptxas reports is checked.
 # Nothing here needs a GPU.
 set(BELFRY_CUDA_ARCHITECTURES 80 90a CACHE STRING "the sm_ numbers that device code is compiled for")
+option(BELFRY_CUDA_FAST_COMPILE
+  "the kernels of the library and the command take a third of the time to compile and are slow: for builds that nobody runs" OFF)
 
 set(BELFRY_CUDA_ENABLED OFF)
 if(NOT BELFRY_CUDA MATCHES "^(ON|OFF|AUTO)$")
@@ -23,6 +25,10 @@ if(BELFRY_CUDA_ENABLED)
   cmake_path(GET bin PARENT_PATH toolkit)
   set(CUDAToolkit_ROOT ${toolkit} CACHE PATH "the CUDA toolkit of BELFRY_NVCC")
   find_package(CUDAToolkit REQUIRED)
+  set(belfry_fast_compile "")
+  if(BELFRY_CUDA_FAST_COMPILE AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13)
+    set(belfry_fast_compile --Ofast-compile=min)
+  endif()
 endif()
 
 # What every nvcc line has in common, and the check of what ptxas says.
@@ -51,7 +57,7 @@ function(belfry_cuda_sources target)
     cmake_path(GET source STEM name)
     set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.cu.o)
     add_custom_command(OUTPUT ${object}
-      COMMAND ${nvcc} -c ${source} -o ${object} ${code} --threads 0 -Xcompiler=-fPIC
+      COMMAND ${nvcc} -c ${source} -o ${object} ${code} ${belfry_fast_compile} --threads 0 -Xcompiler=-fPIC
               -MD -MF ${object}.d -MT ${object}
       DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
       DEPFILE ${object}.d
