@@ -322,8 +322,9 @@ struct DeviceEnv {
     return reinterpret_cast<std::byte*>(e.pointer + offset);
   }
 
-  BELFRY_DEVICE void* local(std::uint32_t lkey, std::uint64_t address, std::uint64_t bytes,
-                            std::uint32_t need, Refusal& refusal) const {
+  // Its registrations and queues are all of one domain.
+  BELFRY_DEVICE void* local(std::uint32_t, std::uint32_t lkey, std::uint64_t address,
+                            std::uint64_t bytes, std::uint32_t need, Refusal& refusal) const {
     return find(lkey, 0, address, bytes, need, refusal);
   }
   BELFRY_DEVICE Remote remote(EngineQp& qp, std::uint32_t rkey, std::uint64_t address,

@@ -15,7 +15,7 @@
 //   void trace(Stage, qpn, index);
 //   void report(ReportKind, qpn, index, a, b, c, d);
 //
-//   void* local(lkey, address, bytes, need, Refusal&);  // the memory, or null and the reason
+//   void* local(domain, lkey, address, bytes, need, Refusal&);  // the memory, or null and why
 //   Remote remote(qp, rkey, address, bytes, need);      // by which way the peer's is reached
 //   Far far_copy(qp, address, void* local, bytes, bool write);  // memory the peer did not share
 //   PeerState peer(qp);                                 // does the connected QP still receive
@@ -29,8 +29,10 @@
 //
 // and, where there is one:
 //
-//   void copy(target, source, bytes);  // as ordered as place(), and faster than one thread's loop
-//   void noticed(qp);                  // pacing: the record says more than before
+//   void copy(target, source, bytes);  // as ordered as place(), by whatever moves bytes here
+//   bool on_device(address);           // only copy() reaches it
+//   bool take_refusal();               // whether copy() could not do what it was asked since the
+//   last void noticed(qp);                  // pacing: the record says more than before
 //   std::uint64_t arrives(qp, const Wqe&);  // pacing: when, by now(), the WQE takes effect
 #pragma once
 
@@ -56,7 +58,32 @@ inline constexpr std::uint32_t staging_bytes = 16384;
 // libmlx5 ends a receive WQE's list with this key; it is therefore never given out.
 inline constexpr std::uint32_t invalid_lkey = 0x100;
 
-enum class Refusal : std::uint32_t { none, unknown_key, out_of_range, missing_bit };
+enum class Refusal : std::uint32_t {
+  none,
+  unknown_key,
+  out_of_range,
+  missing_bit,
+  other_domain,
+  not_by_queue
+};
+constexpr const char* to_string(Refusal refusal) {
+  switch (refusal) {
+    case Refusal::none: return "the peer's engine refused it";
+    case Refusal::unknown_key: return "no such registration";
+    case Refusal::out_of_range: return "outside the registration";
+    case Refusal::missing_bit: return "the registration lacks the access bit";
+    case Refusal::other_domain:
+      return "the registration belongs to another protection domain than the queue";
+    case Refusal::not_by_queue: return "the peer's queue does not allow it";
+  }
+  return "refused";
+}
+// Of the requester's CQE. As ibv_poll_cq says: a queue that was not set up for an operation makes
+// the request invalid.
+BELFRY_HOST_DEVICE constexpr mlx5::Syndrome syndrome_of(Refusal by_peer) {
+  return by_peer == Refusal::not_by_queue ? mlx5::Syndrome::remote_invalid_request
+                                          : mlx5::Syndrome::remote_access;
+}
 
 struct Remote {
   // here: `pointer` is the memory. far: the host copies. service: the peer's engine must do it.
@@ -143,6 +170,7 @@ struct EngineSrq {
   std::uint32_t mask;        // entries - 1
   std::uint32_t stride;      // bytes
   std::uint32_t srqn;
+  std::uint32_t domain;
   std::uint16_t head;  // the WQE that is taken next
   std::uint16_t taken;
   bool cyclic;          // in the order of the ring, whatever the links say
@@ -164,6 +192,8 @@ struct EngineQp {
   EngineCq* send_cq;
   EngineCq* receive_cq;
   std::uint32_t user_index;
+  std::uint32_t domain;      // of whose registrations its WQEs may speak
+  std::uint32_t access;      // what peers may ask of it
   mlx5::Syndrome syndrome;   // what moved the queue to ERR
   std::uint64_t flush_pass;  // when the flush begins
 
@@ -281,6 +311,16 @@ BELFRY_HOST_DEVICE BELFRY_INLINE void place_by(Env& env, void* target, const voi
     env.copy(target, source, bytes);
   } else {
     place(target, source, bytes);
+  }
+}
+
+// Whether what was placed since the last question is not all there: a device's driver refused.
+template <class Env>
+BELFRY_HOST_DEVICE BELFRY_INLINE bool placing_failed([[maybe_unused]] Env& env) {
+  if constexpr (requires { env.take_refusal(); }) {
+    return env.take_refusal();
+  } else {
+    return false;
   }
 }
 
@@ -529,7 +569,8 @@ BELFRY_HOST_DEVICE bool gather_list(Env& env, const EngineQp& qp, Wqe& wqe, std:
     const std::uint64_t bytes = count == 0 ? 1ull << 31 : count;
     if (count == 0) env.report(ReportKind::wqe_segment, qp.qpn, wqe.index, offset, 0, 0, 0);
     Refusal refusal = Refusal::none;
-    void* memory = env.local(data.lkey.value(), data.address.value(), bytes, need, refusal);
+    void* memory =
+        env.local(qp.domain, data.lkey.value(), data.address.value(), bytes, need, refusal);
     if (memory == nullptr) {
       error =
           fail(env, qp, wqe.index, mlx5::Syndrome::local_protection, ReportKind::access_local,
@@ -573,13 +614,19 @@ BELFRY_HOST_DEVICE void for_each_piece(const Pieces& pieces, std::uint64_t from,
   }
 }
 
-// The whole WQE, and of each piece the first and the last 32 KiB: a turn's work stays bounded.
-BELFRY_HOST_DEVICE inline std::uint64_t hash_source(const Wqe& wqe, const Pieces& pieces) {
+// The whole WQE, and of each piece the first and the last 32 KiB: a turn's work stays bounded. Not
+// what lies on a device: reading it takes its copy engines.
+template <class Env>
+BELFRY_HOST_DEVICE std::uint64_t hash_source([[maybe_unused]] Env& env, const Wqe& wqe,
+                                             const Pieces& pieces) {
   constexpr std::uint64_t end = 32768;
   std::uint64_t hash =
       hash_bytes(1, wqe.bytes, wqe.segments * std::uint64_t{mlx5::wqe_segment_bytes});
   for (std::uint32_t i = 0; i < pieces.count; ++i) {
     const Piece& piece = pieces.list[i];
+    if constexpr (requires { env.on_device(piece.data); }) {
+      if (env.on_device(piece.data)) continue;
+    }
     if (piece.bytes <= 2 * end) {
       hash = hash_bytes(hash, piece.data, piece.bytes);
     } else {
@@ -618,8 +665,8 @@ BELFRY_HOST_DEVICE Result refused_remotely(Env& env, EngineQp& qp, std::uint16_t
     return fail(env, qp, index, mlx5::Syndrome::retry_exceeded, ReportKind::peer_gone);
   }
   env.warn(qp);
-  return fail(env, qp, index, mlx5::Syndrome::remote_access, ReportKind::access_remote, rkey,
-              address, bytes, static_cast<std::uint64_t>(remote.refusal));
+  return fail(env, qp, index, syndrome_of(remote.refusal), ReportKind::access_remote, rkey, address,
+              bytes, static_cast<std::uint64_t>(remote.refusal));
 }
 
 // Sends `request` to the peer's engine, or looks for its answer. done: `response` is an answer
@@ -732,7 +779,7 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
   if (write && qp.phase != Phase::asked) {
     for_each_piece(pieces, qp.moved, bytes,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-                     place(staging + (at - qp.moved), data, n);
+                     place_by(env, staging + (at - qp.moved), data, n);
                    });
   }
   Request request = request_for(qp, write ? Request::Kind::write : Request::Kind::read, env);
@@ -745,7 +792,7 @@ BELFRY_HOST_DEVICE Result move_message(Env& env, EngineQp& qp, const Wqe& wqe, P
   if (!write) {
     for_each_piece(pieces, qp.moved, bytes,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-                     place(data, staging + (at - qp.moved), n);
+                     place_by(env, data, staging + (at - qp.moved), n);
                    });
   }
   qp.moved += bytes;
@@ -763,7 +810,7 @@ BELFRY_HOST_DEVICE Result send_message(Env& env, EngineQp& qp, const Wqe& wqe, c
     std::byte* staging = env.staging(qp);
     for_each_piece(pieces, qp.moved, bytes,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-                     place(staging + (at - qp.moved), data, n);
+                     place_by(env, staging + (at - qp.moved), data, n);
                    });
   }
   Request request = request_for(qp, Request::Kind::send, env);
@@ -841,9 +888,10 @@ BELFRY_HOST_DEVICE Result do_datagram(Env& env, EngineQp& qp, Wqe& wqe) {
         std::uint32_t{own_lid} << 16 | std::uint32_t{vector.traffic_class} << 8 | to.service_level;
     request.address = std::uint64_t{vector.hop_limit} << 32 | (route & 0xfffff);
     std::byte* staging = env.staging(qp);
-    for_each_piece(
-        pieces, 0, pieces.total,
-        [&](std::byte* data, std::uint64_t at, std::uint64_t n) { place(staging + at, data, n); });
+    for_each_piece(pieces, 0, pieces.total,
+                   [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
+                     place_by(env, staging + at, data, n);
+                   });
     env.ask(qp, request);
     qp.phase = Phase::asked;
     qp.deadline_ns = env.now() + env.options().service_deadline_ns;
@@ -902,6 +950,23 @@ BELFRY_HOST_DEVICE T perform(T* word, const Atomic& a) {
 BELFRY_HOST_DEVICE inline std::uint64_t perform_sized(void* word, const Atomic& a) {
   return a.size == 8 ? perform(static_cast<std::uint64_t*>(word), a)
                      : perform(static_cast<std::uint32_t*>(word), a);
+}
+
+// As perform_sized(), of a word that may lie on a device. It is read and written then, so that
+// only other operations of this engine find it whole.
+template <class Env>
+BELFRY_HOST_DEVICE std::uint64_t perform_by([[maybe_unused]] Env& env, void* word,
+                                            const Atomic& a) {
+  if constexpr (requires { env.on_device(word); }) {
+    if (env.on_device(word)) {
+      std::uint64_t copy = 0;
+      env.copy(&copy, word, a.size);
+      const std::uint64_t found = perform_sized(&copy, a);
+      env.copy(word, &copy, a.size);
+      return found;
+    }
+  }
+  return perform_sized(word, a);
 }
 
 // Reads the operands; false for an opmod or a length that no atomic has. `end` is the offset of
@@ -998,11 +1063,11 @@ BELFRY_HOST_DEVICE Result do_atomic(Env& env, EngineQp& qp, Wqe& wqe) {
   }
   env.counters().bytes += atomic.size;
   if (atomic.size == 8) {
-    place(pieces.list[0].data, &found, 8);
+    place_by(env, pieces.list[0].data, &found, 8);
   } else {
     // The one place where a result is not in host order.
     const mlx5::Be32 swapped = mlx5::be32(static_cast<std::uint32_t>(found));
-    place(pieces.list[0].data, &swapped, 4);
+    place_by(env, pieces.list[0].data, &swapped, 4);
   }
   return done(atomic.size);
 }
@@ -1027,7 +1092,7 @@ BELFRY_HOST_DEVICE Result do_wait(Env& env, EngineQp& qp, const Wqe& wqe) {
 template <class Env>
 BELFRY_HOST_DEVICE void watch_source(EngineQp& qp, const Wqe& wqe, const Pieces& pieces, Env& env) {
   if (!env.options().strict || qp.hashed) return;
-  qp.source_hash = hash_source(wqe, pieces);
+  qp.source_hash = hash_source(env, wqe, pieces);
   qp.hashed = true;
 }
 
@@ -1035,7 +1100,7 @@ template <class Env>
 BELFRY_HOST_DEVICE void check_source(Env& env, EngineQp& qp, const Wqe& wqe, const Pieces& pieces) {
   if (!qp.hashed) return;
   qp.hashed = false;
-  if (hash_source(wqe, pieces) != qp.source_hash) {
+  if (hash_source(env, wqe, pieces) != qp.source_hash) {
     env.report(ReportKind::source_changed, qp.qpn, wqe.index, pieces.total, 0, 0, 0);
   }
 }
@@ -1117,7 +1182,7 @@ BELFRY_HOST_DEVICE void hash_held(Env& env, EngineQp& qp, Wqe& wqe) {
     Refusal refusal = Refusal::none;
     const std::uint32_t count = data.byte_count.value();
     if (count == 0 || (count & mlx5::inline_flag) != 0) return;
-    void* memory = env.local(data.lkey.value(), data.address.value(), count, 0, refusal);
+    void* memory = env.local(qp.domain, data.lkey.value(), data.address.value(), count, 0, refusal);
     if (memory == nullptr) return;
     pieces.list[pieces.count++] = {static_cast<std::byte*>(memory), count};
   }
@@ -1255,7 +1320,7 @@ BELFRY_HOST_DEVICE bool place_deferred(Env& env, EngineQp& qp) {
       const std::uint64_t in_hand = qp.moved;
       qp.moved = 0;
       if (gather_list(env, qp, wqe, 32, 0, pieces, result)) {
-        if (env.options().strict) hash = hash * 31 + hash_source(wqe, pieces);
+        if (env.options().strict) hash = hash * 31 + hash_source(env, wqe, pieces);
         if (pieces.total != 0) result = move_message(env, qp, wqe, pieces, true);
       }
       qp.moved = in_hand;
@@ -1296,7 +1361,8 @@ BELFRY_HOST_DEVICE bool defer(Env& env, EngineQp& qp, Wqe& wqe) {
     qp.deferred_hash = 1;
   }
   qp.deferred_pass = env.pass();
-  if (env.options().strict) qp.deferred_hash = qp.deferred_hash * 31 + hash_source(wqe, pieces);
+  if (env.options().strict)
+    qp.deferred_hash = qp.deferred_hash * 31 + hash_source(env, wqe, pieces);
   ++env.counters().wqes;
   next_wqe(qp, wqe.blocks);
   return true;
@@ -1372,6 +1438,10 @@ BELFRY_HOST_DEVICE bool step(Env& env, EngineQp& qp, bool& worked) {
       if (peer == PeerState::receiving) [[likely]] {
         if (first_look) env.trace(Stage::moved, qp.qpn, wqe.index);
         result = execute(env, qp, wqe);
+        if (placing_failed(env)) [[unlikely]] {
+          result = fail(env, qp, wqe.index, mlx5::Syndrome::local_qp_operation,
+                        ReportKind::device_refused);
+        }
       } else if (peer == PeerState::gone) {
         result = fail(env, qp, wqe.index, mlx5::Syndrome::retry_exceeded, ReportKind::peer_gone);
       } else {
@@ -1677,8 +1747,8 @@ BELFRY_HOST_DEVICE bool scatter_list(Env& env, EngineQp& qp, Pieces& pieces) {
     const std::uint64_t bytes = data.byte_count.value() & ~mlx5::inline_flag;
     if (bytes == 0) continue;
     Refusal refusal = Refusal::none;
-    void* memory =
-        env.local(data.lkey.value(), data.address.value(), bytes, access::local_write, refusal);
+    void* memory = env.local(shared ? qp.srq->domain : qp.domain, data.lkey.value(),
+                             data.address.value(), bytes, access::local_write, refusal);
     if (memory == nullptr) {
       env.report(ReportKind::access_local, qp.qpn, qp.in_hand_index, data.lkey.value(),
                  data.address.value(), bytes, static_cast<std::uint64_t>(refusal));
@@ -1718,8 +1788,13 @@ BELFRY_HOST_DEVICE Response serve_receive(Env& env, EngineQp& qp, const Request&
     }
     for_each_piece(pieces, qp.received, request.length,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-                     place(data, staging + (at - qp.received), n);
+                     place_by(env, data, staging + (at - qp.received), n);
                    });
+    if (placing_failed(env)) [[unlikely]] {
+      env.report(ReportKind::device_refused, qp.qpn, qp.in_hand_index, 0, 0, 0, 0);
+      return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
+                            mlx5::Syndrome::local_qp_operation, true);
+    }
     qp.received += request.length;
     if ((request.flags & Request::last) == 0)
       return {Response::Outcome::ok, mlx5::Syndrome::none, 0};
@@ -1773,13 +1848,18 @@ BELFRY_HOST_DEVICE void serve_datagram(Env& env, EngineQp& qp, const Request& re
     for (int i = 0; i < 4; ++i) header[1 + i] = request.operands[i];
     for_each_piece(pieces, 0, header_bytes,
                    [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-                     place(data, reinterpret_cast<const std::byte*>(header) + at, n);
+                     place_by(env, data, reinterpret_cast<const std::byte*>(header) + at, n);
                    });
   }
   for_each_piece(pieces, header_bytes, request.length,
                  [&](std::byte* data, std::uint64_t at, std::uint64_t n) {
-                   place(data, staging + (at - header_bytes), n);
+                   place_by(env, data, staging + (at - header_bytes), n);
                  });
+  if (placing_failed(env)) [[unlikely]] {
+    env.report(ReportKind::device_refused, qp.qpn, qp.in_hand_index, 0, 0, 0, 0);
+    respond_failed(env, qp, mlx5::Syndrome::none, mlx5::Syndrome::local_qp_operation, true);
+    return;
+  }
   const bool immediate = (request.flags & Request::has_immediate) != 0;
   const auto lid = static_cast<std::uint16_t>(request.atomic >> 16);
   const std::uint32_t source = request.source_qpn | service_level << 24 | (global ? 1u << 28 : 0u);
@@ -1822,32 +1902,42 @@ BELFRY_HOST_DEVICE Response serve_request(Env& env, EngineQp& qp, const Request&
     return {Response::Outcome::failed, mlx5::Syndrome::remote_invalid_request, 0};
   }
   Refusal refusal = Refusal::none;
-  void* memory = env.local(request.rkey, request.address, request.length, need, refusal);
+  void* memory = env.local(qp.domain, request.rkey, request.address, request.length, need, refusal);
+  if ((qp.access & need) == 0) {
+    memory = nullptr;
+    refusal = Refusal::not_by_queue;
+  }
   if (memory == nullptr) {
     env.report(ReportKind::access_remote, qp.qpn, qp.consumer, request.rkey, request.address,
                request.length, static_cast<std::uint64_t>(refusal));
-    return respond_failed(env, qp, mlx5::Syndrome::remote_access, mlx5::Syndrome::local_access,
-                          false);
+    return respond_failed(env, qp, syndrome_of(refusal), mlx5::Syndrome::local_access, false);
   }
+  Response response = {Response::Outcome::ok, mlx5::Syndrome::none, 0};
   if (!atomic) {
     if (request.kind == Request::Kind::write) {
-      place(memory, staging, request.length);
+      place_by(env, memory, staging, request.length);
     } else {
-      place(staging, memory, request.length);
+      place_by(env, staging, memory, request.length);
     }
-    return {Response::Outcome::ok, mlx5::Syndrome::none, 0};
-  }
-  if ((reinterpret_cast<std::uintptr_t>(memory) & (request.length - 1)) != 0) {
+  } else if ((reinterpret_cast<std::uintptr_t>(memory) & (request.length - 1)) != 0) {
     return respond_failed(env, qp, mlx5::Syndrome::remote_invalid_request,
                           mlx5::Syndrome::local_access, false);
+  } else {
+    const Atomic operation = {
+        request.atomic == 0 ? AtomicKind::fetch_add : AtomicKind::compare_swap,
+        request.length,
+        request.operands[0],
+        request.operands[1],
+        request.operands[2],
+        request.operands[3]};
+    response.value = perform_by(env, memory, operation);
   }
-  const Atomic operation = {request.atomic == 0 ? AtomicKind::fetch_add : AtomicKind::compare_swap,
-                            request.length,
-                            request.operands[0],
-                            request.operands[1],
-                            request.operands[2],
-                            request.operands[3]};
-  return {Response::Outcome::ok, mlx5::Syndrome::none, perform_sized(memory, operation)};
+  if (placing_failed(env)) [[unlikely]] {
+    env.report(ReportKind::device_refused, qp.qpn, qp.consumer, 0, 0, 0, 0);
+    return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
+                          mlx5::Syndrome::local_qp_operation, false);
+  }
+  return response;
 }
 
 }  // namespace belfry::softnic

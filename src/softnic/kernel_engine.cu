@@ -1492,16 +1492,6 @@ class PinnedPool {
 constexpr std::uint32_t qp_index_bits = 10;
 constexpr std::uint32_t qp_index_mask = (1u << qp_index_bits) - 1;
 
-const char* refusal_text(std::uint64_t refusal) {
-  switch (static_cast<Refusal>(refusal)) {
-    case Refusal::none: return "refused";
-    case Refusal::unknown_key: return "no such registration";
-    case Refusal::out_of_range: return "outside the registration";
-    case Refusal::missing_bit: return "the registration lacks the access bit";
-  }
-  return "refused";
-}
-
 std::string reason(const kernel::ReportSlot& r) {
   const auto* v = r.values;
   const auto u = [&](int i) { return static_cast<unsigned long long>(v[i]); };
@@ -1533,9 +1523,11 @@ std::string reason(const kernel::ReportSlot& r) {
       return text("CQ %#llx is full: depth %llu, produced %llu, consumer index %llu", u(0), u(1),
                   u(2), u(3));
     case ReportKind::access_local:
-      return text("lkey %#llx, %llu bytes at %#llx: %s", u(0), u(2), u(1), refusal_text(v[3]));
+      return text("lkey %#llx, %llu bytes at %#llx: %s", u(0), u(2), u(1),
+                  to_string(static_cast<Refusal>(v[3])));
     case ReportKind::access_remote:
-      return text("rkey %#llx, %llu bytes at %#llx: %s", u(0), u(2), u(1), refusal_text(v[3]));
+      return text("rkey %#llx, %llu bytes at %#llx: %s", u(0), u(2), u(1),
+                  to_string(static_cast<Refusal>(v[3])));
     case ReportKind::source_changed:
       return "the source changed between the fetch and the end of the operation";
     case ReportKind::misaligned_atomic: return text("an atomic of %llu bytes at %#llx", u(1), u(0));

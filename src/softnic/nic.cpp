@@ -11,11 +11,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <atomic>
 #include <bit>
 #include <cerrno>
 #include <cstring>
 #include <deque>
 #include <map>
+#include <mutex>
+#include <shared_mutex>
 #include <thread>
 #include <utility>
 
@@ -122,6 +125,47 @@ struct View {
   }
 };
 
+// Registrations of devices' memory in this process. NICs of one process reach each other's memory
+// by its address, and so must know which addresses are none of the CPU's.
+class DeviceRanges {
+ public:
+  bool any() const { return count_.load(std::memory_order_relaxed) != 0; }
+  std::shared_ptr<DeviceMemory> find(const void* pointer) const {
+    const auto address = reinterpret_cast<std::uint64_t>(pointer);
+    const std::shared_lock guard(mutex_);
+    for (const Range& r : ranges_) {
+      if (address - r.begin < r.bytes) return r.memory;
+    }
+    return nullptr;
+  }
+  void add(const void* begin, std::uint64_t bytes, std::shared_ptr<DeviceMemory> memory) {
+    const std::unique_lock guard(mutex_);
+    ranges_.push_back({reinterpret_cast<std::uint64_t>(begin), bytes, std::move(memory)});
+    count_.store(ranges_.size(), std::memory_order_relaxed);
+  }
+  void remove(std::uint64_t begin, std::uint64_t bytes) {
+    const std::unique_lock guard(mutex_);
+    const auto found = std::find_if(ranges_.begin(), ranges_.end(), [&](const Range& r) {
+      return r.begin == begin && r.bytes == bytes;
+    });
+    if (found != ranges_.end()) ranges_.erase(found);
+    count_.store(ranges_.size(), std::memory_order_relaxed);
+  }
+
+ private:
+  struct Range {
+    std::uint64_t begin, bytes;
+    std::shared_ptr<DeviceMemory> memory;
+  };
+  mutable std::shared_mutex mutex_;
+  std::vector<Range> ranges_;
+  std::atomic<std::size_t> count_{0};
+};
+DeviceRanges& device_ranges() {
+  static DeviceRanges ranges;
+  return ranges;
+}
+
 struct Peer {
   NicAddress address;
   View view;
@@ -138,7 +182,7 @@ struct Peer {
     const KeyEntry* entry = nullptr;
     std::uint32_t key = 0;
     std::uint32_t sequence = 1;
-    std::uint32_t access = 0;
+    std::uint32_t rights = 0;
     Remote::Way way = Remote::Way::refused;
     std::uint64_t iova = 0, bytes = 0;
     std::uint64_t base = 0;
@@ -248,16 +292,6 @@ std::uint64_t nanoseconds(std::chrono::nanoseconds duration) {
   return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
 }
 
-const char* refusal_text(std::uint64_t refusal) {
-  switch (static_cast<Refusal>(refusal)) {
-    case Refusal::none: return "the peer's engine refused it";
-    case Refusal::unknown_key: return "no such registration";
-    case Refusal::out_of_range: return "outside the registration";
-    case Refusal::missing_bit: return "the registration lacks the access bit";
-  }
-  return "refused";
-}
-
 }  // namespace
 
 // ---- The environment, and the NIC's state ----
@@ -292,6 +326,7 @@ struct SoftNic::Implementation {
   std::uint32_t first_turn = 0;
   std::uint32_t control_waiting = 0;  // atomic
   bool tracing = false;
+  bool refused = false;     // by a device's driver
   bool vm_allowed = false;  // peers were told that they may use process_vm_*
 
   Counters count = {};
@@ -382,8 +417,21 @@ struct SoftNic::Implementation {
     return created_ns + link_free_ps / 1000 + journey.ways * nanoseconds(config.pacing.latency);
   }
 
-  void* local(std::uint32_t lkey, std::uint64_t address, std::uint64_t bytes, std::uint32_t need,
-              Refusal& refusal) {
+  void copy(void* target, const void* source, std::uint64_t bytes) {
+    if (!device_ranges().any()) [[likely]] {
+      place(target, source, bytes);
+    } else {
+      copy_by_device(target, source, bytes);
+    }
+  }
+  void copy_by_device(void* target, const void* source, std::uint64_t bytes);
+  bool on_device(const void* address) const {
+    return device_ranges().any() && device_ranges().find(address) != nullptr;
+  }
+  bool take_refusal() { return std::exchange(refused, false); }
+
+  void* local(std::uint32_t domain, std::uint32_t lkey, std::uint64_t address, std::uint64_t bytes,
+              std::uint32_t need, Refusal& refusal) {
     const std::uint32_t index = lkey >> 8;
     if (index >= own.max_keys || own.keys[index].key != lkey || lkey == 0) {
       refusal = Refusal::unknown_key;
@@ -395,8 +443,12 @@ struct SoftNic::Implementation {
       refusal = Refusal::out_of_range;
       return nullptr;
     }
-    if ((entry.access & need) != need) {
+    if ((entry.rights & need) != need) {
       refusal = Refusal::missing_bit;
+      return nullptr;
+    }
+    if (domain_of(entry.rights) != domain) {
+      refusal = Refusal::other_domain;
       return nullptr;
     }
     return reinterpret_cast<std::byte*>(entry.pointer) + offset;
@@ -404,7 +456,8 @@ struct SoftNic::Implementation {
 
   Remote remote(EngineQp& engine_qp, std::uint32_t rkey, std::uint64_t address, std::uint64_t bytes,
                 std::uint32_t need) {
-    Peer& peer = *host(engine_qp).peer;
+    const HostQp& qp = host(engine_qp);
+    Peer& peer = *qp.peer;
     Peer::Key& key = peer.keys[(rkey >> 8) % Peer::cached_keys];
     if (key.key != rkey || key.entry == nullptr ||
         __atomic_load_n(&key.entry->sequence, __ATOMIC_SEQ_CST) != key.sequence) [[unlikely]] {
@@ -415,11 +468,18 @@ struct SoftNic::Implementation {
     if (offset > key.bytes || bytes > key.bytes - offset) {
       return {Remote::Way::refused, Refusal::out_of_range, nullptr, 0};
     }
-    if ((key.access & need) == 0) return {Remote::Way::refused, Refusal::missing_bit, nullptr, 0};
-    if (key.way == Remote::Way::here) [[likely]] {
+    if ((key.rights & need) == 0) return {Remote::Way::refused, Refusal::missing_bit, nullptr, 0};
+    const std::uint32_t of_queue = read_relaxed(&qp.peer_word->rights);
+    if (domain_of(key.rights ^ of_queue) != 0) {
+      return {Remote::Way::refused, Refusal::other_domain, nullptr, 0};
+    }
+    if ((of_queue & need) == 0) return {Remote::Way::refused, Refusal::not_by_queue, nullptr, 0};
+    // Two engines that read and write a word would not be atomic with each other.
+    const bool by_owner = (key.rights & on_a_device) != 0 && need == access::remote_atomic;
+    if (key.way == Remote::Way::here && !by_owner) [[likely]] {
       return {key.way, Refusal::none, reinterpret_cast<std::byte*>(key.base + offset), 0};
     }
-    const bool service = key.way == Remote::Way::service || peer.vm_refused;
+    const bool service = key.way == Remote::Way::service || by_owner || peer.vm_refused;
     return {service ? Remote::Way::service : key.way, Refusal::none, nullptr, key.base + offset};
   }
 
@@ -524,6 +584,7 @@ struct SoftNic::Implementation {
 
   void state_changed(EngineQp& engine_qp) {
     HostQp& qp = host(engine_qp);
+    write_relaxed(&own.queues[qp.index].rights, rights_of(qp.access, qp.domain));
     write_release(&own.queues[qp.index].word,
                   std::uint64_t{qp.qpn} << 8 | static_cast<std::uint64_t>(qp.state));
     // Not always: a queue that becomes ready looks at its record when it is rung, as hardware does.
@@ -674,17 +735,21 @@ SoftNic::Implementation::Implementation(NicConfig c)
 
 SoftNic::Implementation::~Implementation() {
   std::vector<std::shared_ptr<memory::Mapping>> views;
+  std::vector<KeyEntry> of_devices;
   {
     const Control control(*this);
     write_release(&own.header->closed, 1);
     for (HostQp* qp : alive) write_release(&own.queues[qp->index].word, 0);
     for (std::uint32_t i = 0; i < key_numbers.used(); ++i) {
-      if (own.keys[i].key != 0) forget_key(i);
+      if (own.keys[i].key == 0) continue;
+      if ((own.keys[i].rights & on_a_device) != 0) of_devices.push_back(own.keys[i]);
+      forget_key(i);
     }
     views = attached_views();
     for (HostQp* qp : alive) qp->peer.reset();
   }
   wait_for_passes(views);
+  for (const KeyEntry& entry : of_devices) device_ranges().remove(entry.pointer, entry.bytes);
 }
 
 void SoftNic::Implementation::apply(const Faults& f) {
@@ -777,7 +842,7 @@ bool SoftNic::Implementation::resolve(Peer& peer, std::uint32_t rkey, Peer::Key&
     copy.segment_inode = __atomic_load_n(&entry->segment_inode, __ATOMIC_ACQUIRE);
     copy.segment_bytes = __atomic_load_n(&entry->segment_bytes, __ATOMIC_ACQUIRE);
     copy.segment_fd = __atomic_load_n(&entry->segment_fd, __ATOMIC_ACQUIRE);
-    copy.access = __atomic_load_n(&entry->access, __ATOMIC_ACQUIRE);
+    copy.rights = __atomic_load_n(&entry->rights, __ATOMIC_ACQUIRE);
     stable = __atomic_load_n(&entry->sequence, __ATOMIC_SEQ_CST) == found.sequence;
   }
   if (!stable || copy.key != rkey) return false;
@@ -786,7 +851,7 @@ bool SoftNic::Implementation::resolve(Peer& peer, std::uint32_t rkey, Peer::Key&
   found.key = rkey;
   found.iova = copy.iova;
   found.bytes = copy.bytes;
-  found.access = copy.access;
+  found.rights = copy.rights;
   if (copy.segment_inode != 0) {
     try {
       found.mapping = memory::map_remote({peer.address.segment.pid, copy.segment_fd,
@@ -806,15 +871,37 @@ bool SoftNic::Implementation::resolve(Peer& peer, std::uint32_t rkey, Peer::Key&
       found.base = reinterpret_cast<std::uint64_t>(found.mapping->data()) + copy.segment_offset;
     }
   } else {
-    found.way = peer.same_process ? Remote::Way::here : Remote::Way::far;
+    found.way = peer.same_process                  ? Remote::Way::here
+                : (copy.rights & on_a_device) != 0 ? Remote::Way::service
+                                                   : Remote::Way::far;
     found.base = copy.pointer;
   }
   key = std::move(found);
   return true;
 }
 
+void SoftNic::Implementation::copy_by_device(void* target, const void* source,
+                                             std::uint64_t bytes) {
+  const auto to = device_ranges().find(target), from = device_ranges().find(source);
+  if (!to && !from) {
+    place(target, source, bytes);
+  } else if (!from) {
+    refused |= !to->write(target, source, bytes);
+  } else if (!to) {
+    refused |= !from->read(target, source, bytes);
+  } else {
+    std::vector<std::byte> between(std::min<std::uint64_t>(bytes, turn_bytes));
+    for (std::uint64_t at = 0; at < bytes && !refused; at += between.size()) {
+      const std::uint64_t n = std::min<std::uint64_t>(bytes - at, between.size());
+      refused |= !from->read(between.data(), static_cast<const std::byte*>(source) + at, n) ||
+                 !to->write(static_cast<std::byte*>(target) + at, between.data(), n);
+    }
+  }
+}
+
 Far SoftNic::Implementation::far_copy(EngineQp& qp, std::uint64_t address, void* local,
                                       std::uint64_t bytes, bool write) {
+  if (on_device(local)) return Far::not_permitted;
   Peer& peer = *host(qp).peer;
   const auto pid = static_cast<pid_t>(peer.address.segment.pid);
   std::uint64_t moved = 0;
@@ -1162,10 +1249,11 @@ std::string SoftNic::Implementation::reason(ReportKind kind, std::uint32_t qpn, 
     case ReportKind::cq_overrun:
       return fmt::format("CQ {:#x} is full: depth {}, produced {}, consumer index {}", a, b, c, d);
     case ReportKind::access_local:
-      return fmt::format("lkey {:#x}, {} bytes at {:#x}: {}", a, c, b, refusal_text(d));
+      return fmt::format("lkey {:#x}, {} bytes at {:#x}: {}", a, c, b,
+                         to_string(static_cast<Refusal>(d)));
     case ReportKind::access_remote:
       return fmt::format("rkey {:#x} of {}, {} bytes at {:#x}: {}", a, peer_name(), c, b,
-                         refusal_text(d));
+                         to_string(static_cast<Refusal>(d)));
     case ReportKind::source_changed:
       return "the source changed between the fetch and the end of the operation";
     case ReportKind::misaligned_atomic: return fmt::format("an atomic of {} bytes at {:#x}", b, a);
@@ -1190,6 +1278,7 @@ std::string SoftNic::Implementation::reason(ReportKind kind, std::uint32_t qpn, 
           "instead, slowly; see docs/softnic.md, permissions",
           b == 0 ? std::string("a peer") : fmt::format("process {}", b),
           c == 0 ? fmt::format("rkey {:#x}", a) : std::string(strerror(static_cast<int>(c))));
+    case ReportKind::device_refused: return "the driver of a device refused a copy";
     case ReportKind::peer_reported:
       return fmt::format("{} asked for something it may not: this QP ends too", peer_name());
   }
@@ -1230,6 +1319,8 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
             (access_bits & access::local_write) != 0,
         thing, fmt::format("access {:#x}", access_bits),
         "local_write with remote_write or remote_atomic", "add access::local_write");
+  check(options.device == nullptr || options.segment == nullptr, thing, "a segment on a device",
+        "one of the two", "leave RegisterOptions::segment out for memory of a device");
   KeyEntry entry = {};
   if (options.segment != nullptr) {
     const auto& s = *options.segment;
@@ -1249,7 +1340,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
         "a range that does not wrap", "check the caller");
   entry.bytes = bytes;
   entry.pointer = reinterpret_cast<std::uint64_t>(address);
-  entry.access = access_bits;
+  entry.rights = rights_of(access_bits | (options.device ? on_a_device : 0), options.domain);
 
   Implementation& self = *self_;
   const Implementation::Control control(self);
@@ -1268,6 +1359,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
           "a free key", "raise NicConfig::max_keys");
     self.key_numbers.give_back(std::exchange(index, self.key_numbers.take()));
   }
+  if (options.device) device_ranges().add(address, bytes, options.device);
   KeyEntry& to = self.own.keys[index];
   // The low byte is another one each time, so that a key of the past is not a key of the present;
   // never 0, because libmlx5's invalid key 0x100 must not come out. It survives in `sequence`,
@@ -1282,7 +1374,7 @@ MemoryKey SoftNic::register_memory(void* address, std::size_t bytes, std::uint32
   write_release(&to.segment_inode, entry.segment_inode);
   write_release(&to.segment_bytes, entry.segment_bytes);
   write_release(&to.segment_fd, entry.segment_fd);
-  write_release(&to.access, entry.access);
+  write_release(&to.rights, entry.rights);
   write_release(&to.key, entry.key);
   __atomic_store_n(&to.sequence, to.sequence + 1, __ATOMIC_SEQ_CST);
   return {entry.key, entry.key};
@@ -1299,17 +1391,20 @@ void SoftNic::Implementation::forget_key(std::uint32_t index) {
 void SoftNic::deregister(std::uint32_t lkey) {
   Implementation& self = *self_;
   std::vector<std::shared_ptr<memory::Mapping>> views;
+  KeyEntry entry = {};
   {
     const Implementation::Control control(self);
     const std::uint32_t index = lkey >> 8;
     check(lkey != 0 && index < self.own.max_keys && self.own.keys[index].key == lkey,
           "registration on softnic " + self.config.name, fmt::format("lkey {:#x}", lkey),
           "a key that register_memory returned", "deregister once, on the same NIC");
+    entry = self.own.keys[index];
     self.forget_key(index);
     views = self.attached_views();
   }
   // Not under control: two NICs that deregister at once would wait for each other.
   self.wait_for_passes(views);
+  if ((entry.rights & on_a_device) != 0) device_ranges().remove(entry.pointer, entry.bytes);
 }
 
 std::uint32_t SoftNic::create_cq(const CqConfig& config) {
@@ -1397,6 +1492,7 @@ std::uint32_t SoftNic::create_srq(const SrqConfig& config) {
   srq->cyclic = config.cyclic;
   srq->mask = (1u << config.log2_entries) - 1;
   srq->stride = 1u << config.log2_stride;
+  srq->domain = config.domain;
   srq->srqn = self.next_srqn++ & 0xffffff;
   const std::uint32_t srqn = srq->srqn;
   check(srqn != 0 && !self.srqs.contains(srqn), thing, "2^24 SRQs", "a free number",
@@ -1491,6 +1587,7 @@ std::uint32_t SoftNic::create_qp(const QpConfig& config) {
   qp->send_cq = send_cq;
   qp->receive_cq = receive_cq;
   qp->user_index = config.user_index;
+  qp->domain = config.domain;
   qp->datagrams = config.type == QpType::ud;
   if (config.srqn != 0) {
     qp->srq = srq->second.get();
@@ -1529,6 +1626,7 @@ void SoftNic::Implementation::reset(HostQp& qp) {
   qp.posted_count = 0;
   qp.deferring = qp.watching = qp.watch_reported = false;
   qp.unrung = {};
+  qp.access = access::all;
   next_wqe(qp, 0);
   // Whoever is executing a request of this QP finds that nobody waits for the answer.
   write_release(&qp.block->state, qp.sequence << 2 | RequestBlock::idle);
@@ -1555,6 +1653,7 @@ void SoftNic::modify_qp(std::uint32_t qpn, QpState target, const QpAttributes& a
     qp.rnr_ns = nanoseconds(attributes.rnr_timer);
   };
   if (attributes.q_key) qp.q_key = *attributes.q_key;
+  if (attributes.access) qp.access = *attributes.access & access::all;
   switch (target) {
     case QpState::rst: self.reset(qp); break;
     case QpState::init:

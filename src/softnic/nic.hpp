@@ -31,6 +31,8 @@ struct QpAttributes {
   bool unreachable = false;      // INIT to RTR: there is no such peer, and every message is lost
   std::uint32_t remote_qpn = 0;  // INIT to RTR
   std::optional<std::uint32_t> q_key;  // UD: of what it receives
+  // What peers may ask of this QP, bits of softnic::access: everything after RST, until it is said.
+  std::optional<std::uint32_t> access = {};
   std::uint8_t retry_count = 7;
   std::uint8_t rnr_retry = 7;  // 7 = for ever, as in the hardware
   std::chrono::nanoseconds timeout = std::chrono::microseconds(67109);  // 4.096 us * 2^14
@@ -72,6 +74,18 @@ struct MemoryKey {
   std::uint32_t rkey = 0;
 };
 
+// Memory of a device that the CPU does not reach, by the device's copy engines. Called from passes,
+// under the NIC's lock: the calls return when the bytes are where they belong, and wait for nothing
+// else, least of all for a running kernel. False when the device's driver refuses.
+class DeviceMemory {
+ public:
+  virtual ~DeviceMemory() = default;
+  virtual bool read(void* to, const void* from, std::size_t bytes) = 0;
+  virtual bool write(void* to, const void* from, std::size_t bytes) = 0;
+};
+
+// `domain` here and below, 24 bits: a registration serves the QPs and SRQs of its protection
+// domain.
 struct RegisterOptions {
   // The shared segment that holds [address, address + bytes), and where in it. Peers map it and
   // copy straight into it. Without it the memory is ordinary: peers in other processes move data
@@ -82,6 +96,11 @@ struct RegisterOptions {
   std::optional<std::uint64_t> iova;
   // The key's low byte, where its owner chooses it, as for keys made by DEVX.
   std::optional<std::uint8_t> variant = {};
+  std::uint32_t domain = 0;
+  // Whose memory it is, when the CPU's loads and stores do not reach it. The NICs of this process
+  // then move data by these calls, and those of others ask this one. Atomics are the owner's
+  // engine's: atomic with each other, not with what the device does.
+  std::shared_ptr<DeviceMemory> device = {};
 };
 
 struct CqConfig {
@@ -105,6 +124,7 @@ struct SrqConfig {
   std::uint32_t log2_stride = 5;   // bytes of one WQE, the link included: 32 ... 1024
   const mlx5::Be32* record = nullptr;
   bool cyclic = false;  // in the order of the ring, whatever the links say
+  std::uint32_t domain = 0;
 };
 
 struct QpConfig {
@@ -126,6 +146,7 @@ struct QpConfig {
   std::uint16_t initial_producer_index = 0;
   std::uint16_t initial_receive_index = 0;
   std::uint32_t user_index = 0;  // bytes 32-35 of CQEs
+  std::uint32_t domain = 0;
 };
 
 struct QpStatus {

@@ -10,7 +10,7 @@
 namespace belfry::softnic {
 
 inline constexpr std::uint64_t segment_magic = 0x31'63'69'6e'74'66'6f'73ull;  // "softnic1"
-inline constexpr std::uint32_t segment_version = 2;
+inline constexpr std::uint32_t segment_version = 3;
 inline constexpr std::uint32_t max_peer_words = 8;  // of 64 peers each
 inline constexpr std::uint32_t qp_index_bits = 12;
 inline constexpr std::uint32_t qp_index_mask = (1u << qp_index_bits) - 1;
@@ -35,6 +35,14 @@ struct SegmentHeader {
   alignas(64) std::uint64_t summary[max_peer_words];
 };
 
+// Access bits in the low byte, a protection domain above.
+constexpr std::uint32_t rights_of(std::uint32_t access, std::uint32_t domain) {
+  return domain << 8 | access;
+}
+// In place of an access bit: memory of a device, which the owner's process alone reaches.
+inline constexpr std::uint32_t on_a_device = 1u << 7;
+constexpr std::uint32_t domain_of(std::uint32_t rights) { return rights >> 8; }
+
 // A registration, read by peers without a lock: `sequence` is odd while it changes, and another
 // one after every change. Words are read and written as relaxed atomics.
 struct alignas(64) KeyEntry {
@@ -47,13 +55,15 @@ struct alignas(64) KeyEntry {
   std::uint64_t segment_inode;  // 0: ordinary memory
   std::uint64_t segment_bytes;
   std::int32_t segment_fd;
-  std::uint32_t access;
+  std::uint32_t rights;
 };
 static_assert(sizeof(KeyEntry) == 64);
 
-// QPN << 8 | state: whether a QP receives. 0: there is none.
+// QPN << 8 | state: whether a QP receives. 0: there is none. `rights`: what peers may ask of it,
+// and of whose registrations.
 struct alignas(64) QueueWord {
   std::uint64_t word;
+  std::uint32_t rights;
 };
 
 // A peer that is connected. state: 0 free, 1 being written, 2 valid.

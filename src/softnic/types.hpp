@@ -69,6 +69,7 @@ enum class ReportKind : std::uint32_t {
   injected,                // an error that the faults asked for
   access_refused_by_host,  // the kernel refused process_vm_readv/writev
   peer_reported,           // the peer's NIC found a fault in what this QP's peer asked of it
+  device_refused,          // a device's driver did not copy what it was asked to
 };
 
 BELFRY_HOST_DEVICE constexpr const char* to_string(ReportKind kind) {
@@ -97,6 +98,7 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(ReportKind kind) {
     case ReportKind::injected: return "injected";
     case ReportKind::access_refused_by_host: return "access_refused_by_host";
     case ReportKind::peer_reported: return "peer_reported";
+    case ReportKind::device_refused: return "device_refused";
   }
   return "unknown";
 }

@@ -75,8 +75,11 @@ struct Mr final : Object {
   Mr* base = nullptr;
   void end_indirect();
   memory::SharedSegment segment;  // where the memory lies in one: peers then reach it directly
-  OrdinaryRange ordinary;         // where not
-  void* mapping = nullptr;        // of a dmabuf
+  // Of memory of this registration that begins at `first`.
+  void name_segment(const std::byte* first, softnic::RegisterOptions& options) const;
+  OrdinaryRange ordinary;                      // where not
+  std::shared_ptr<softnic::DeviceMemory> gpu;  // whose memory it is
+  void* mapping = nullptr;                     // of a dmabuf
   std::uint64_t mapping_bytes = 0;
 };
 
@@ -251,7 +254,7 @@ class Context {
   std::map<std::uint32_t, std::unique_ptr<Object>> objects_;
   std::uint32_t next_handle_ = 1;
   std::uint32_t next_page_ = first_page;
-  std::uint32_t next_number_ = 1;  // of PDs, umems and other things that are only counted
+  std::uint32_t next_number_ = 1;  // of umems and other things that are only counted
 };
 
 }  // namespace belfry::uverbs

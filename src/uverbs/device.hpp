@@ -85,6 +85,8 @@ class Device {
 
   std::uint32_t number() const { return number_; }
   softnic::SoftNic& nic() { return *nic_; }
+  // The number of a protection domain that no other of this device has; 24 bits.
+  std::uint32_t next_domain() { return next_domain_++ & 0xffffff; }
 
   void listen(softnic::EventKind kind, std::uint32_t object, std::shared_ptr<Listener> listener);
   void forget(softnic::EventKind kind, std::uint32_t object);
@@ -106,6 +108,7 @@ class Device {
   std::mutex listeners_mutex_;
   // CQs, QPs and SRQs have numbers of their own.
   std::map<std::pair<int, std::uint32_t>, std::shared_ptr<Listener>> listeners_;
+  std::atomic<std::uint32_t> next_domain_{1};
   std::atomic<bool> ending_{false};
   // When the program last ran the engine by itself: the thread then keeps out of its way.
   std::atomic<std::uint64_t> driven_{0};

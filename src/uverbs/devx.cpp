@@ -209,7 +209,7 @@ std::unique_ptr<Object> Context::devx_create(const Bytes& in, Bytes&, std::uint3
     }
     case Opcode::alloc_pd: {
       auto pd = std::make_unique<Pd>();
-      pd->number = number = next_number_++ & 0xffffff;
+      pd->number = number = device_->next_domain();
       return pd;
     }
     case Opcode::alloc_transport_domain: number = next_number_++ & 0xffffff; return nullptr;
@@ -292,6 +292,7 @@ std::unique_ptr<Object> Context::devx_create_qp(const Bytes& in) {
   config.send_cqn = send_cq->cqn;
   config.receive_cqn = receive_cq != nullptr ? receive_cq->cqn : 0;
   config.user_index = field(prm::qp_context::user_index);
+  config.domain = field(prm::qp_context::protection_domain);
   config.initial_producer_index =
       static_cast<std::uint16_t>(field(prm::qp_context::hardware_block));
   config.srqn = srq != nullptr ? srq->srqn : 0;
@@ -323,6 +324,7 @@ std::unique_ptr<Object> Context::devx_create_rmp(const Bytes& in) {
   config.record = reinterpret_cast<const mlx5::Be32*>(
       umem_pointer(static_cast<std::uint32_t>(field(prm::create_rmp_in::record_umem)),
                    field(prm::create_rmp_in::record_address), sizeof(mlx5::Be32), 4));
+  config.domain = static_cast<std::uint32_t>(field(prm::create_rmp_in::protection_domain));
   auto srq = std::make_unique<Srq>();
   srq->device = device_;
   srq->srqn = device_->nic().create_srq(config);
@@ -365,6 +367,7 @@ std::unique_ptr<Object> Context::devx_create_mkey(const Bytes& in, std::uint32_t
   softnic::RegisterOptions options;
   options.iova = mr->iova;
   options.variant = static_cast<std::uint8_t>(field(prm::mkey_context::variant));
+  options.domain = static_cast<std::uint32_t>(field(prm::mkey_context::protection_domain));
   mr->key = device_->nic().register_memory(mr->memory, mr->bytes, mr->access, options).lkey;
   number = mr->key >> 8;
   return mr;
@@ -411,11 +414,9 @@ std::unique_ptr<Object> Context::devx_create_indirect_mkey(const Bytes& in, std:
   softnic::RegisterOptions options;
   options.iova = mr->iova;
   options.variant = static_cast<std::uint8_t>(field(prm::mkey_context::variant));
-  if (base->segment) {
-    options.segment = &base->segment;
-    options.segment_offset =
-        static_cast<std::uint64_t>(mr->memory - static_cast<std::byte*>(base->segment.data()));
-  }
+  options.domain = static_cast<std::uint32_t>(field(prm::mkey_context::protection_domain));
+  base->name_segment(mr->memory, options);
+  options.device = mr->gpu = base->gpu;
   mr->key = device_->nic().register_memory(mr->memory, mr->bytes, mr->access, options).lkey;
   mr->base = base;
   base->indirect.push_back(mr.get());
@@ -455,7 +456,21 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
     attributes.rnr_retry = known.rnr_retry;
     attributes.timeout = acknowledge_timeout(known.timeout);
     attributes.rnr_timer = rnr_timer(known.min_rnr_timer);
+    attributes.access = known.qp_access_flags;
   };
+  // What peers may ask: in the first step all of it is said, later what the mask names.
+  auto allow = [&](std::uint32_t mask) {
+    const auto take = [&](std::uint32_t named, prm::Field said, std::uint32_t bit) {
+      if ((mask & named) == 0) return;
+      known.qp_access_flags &= ~bit;
+      if (field(said) != 0) known.qp_access_flags |= bit;
+    };
+    take(prm::optional_remote_write, prm::qp_context::remote_write, softnic::access::remote_write);
+    take(prm::optional_remote_read, prm::qp_context::remote_read, softnic::access::remote_read);
+    take(prm::optional_remote_atomic, prm::qp_context::remote_atomic,
+         softnic::access::remote_atomic);
+  };
+  const auto optional = static_cast<std::uint32_t>(field(prm::qp_in::optional_mask));
   const State from = device_->nic().query_qp(qp.qpn).state;
   auto step = [&](State wanted, State to) {
     if (from != wanted) throw Refused{Status::bad_resource_state};
@@ -468,13 +483,11 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
       if (field(prm::address_path::pkey_index) >= pkey_entries)
         throw Refused{Status::bad_parameter};
       known.port_num = 1;
-      known.qp_access_flags = static_cast<std::uint32_t>(
-          field(prm::qp_context::remote_write) * IB_UVERBS_ACCESS_REMOTE_WRITE |
-          field(prm::qp_context::remote_read) * IB_UVERBS_ACCESS_REMOTE_READ |
-          field(prm::qp_context::remote_atomic) * IB_UVERBS_ACCESS_REMOTE_ATOMIC);
+      allow(~0u);
       return step(State::rst, State::init);
-    case Opcode::init2init: return step(State::init, State::init);
+    case Opcode::init2init: allow(optional); return step(State::init, State::init);
     case Opcode::init2rtr: {
+      allow(optional);
       known.dest_qp_num = static_cast<std::uint32_t>(field(prm::qp_context::remote_qpn));
       known.path_mtu = static_cast<std::uint8_t>(field(prm::qp_context::mtu));
       known.min_rnr_timer = static_cast<std::uint8_t>(field(prm::qp_context::min_rnr_timer));
@@ -495,11 +508,12 @@ void Context::devx_modify_qp(Qp& qp, const Bytes& in) {
       return step(State::init, State::rtr);
     }
     case Opcode::rtr2rts:
+      allow(optional);
       retries();
       known.sq_psn = static_cast<std::uint32_t>(field(prm::qp_context::next_send_psn));
       return step(State::rtr, State::rts);
-    case Opcode::rts2rts: return;  // alternate paths and the like: none here
-    case Opcode::sqd2rts: return step(State::sqd, State::rts);
+    case Opcode::rts2rts: allow(optional); return step(State::rts, State::rts);
+    case Opcode::sqd2rts: allow(optional); return step(State::sqd, State::rts);
     case Opcode::to_err: return move_qp(qp, State::err, attributes);
     case Opcode::to_rst: known = {}; return move_qp(qp, State::rst, attributes);
     default: unknown_command("change", in);

@@ -16,6 +16,7 @@
 #include "belfry/mlx5/wqe.hpp"
 #include "belfry/status.hpp"
 #include "uverbs/context.hpp"
+#include "uverbs/gpu_memory.hpp"
 
 namespace belfry::uverbs {
 
@@ -32,6 +33,13 @@ void without_throwing(Action action) {
 }
 
 }  // namespace
+
+void Mr::name_segment(const std::byte* first, softnic::RegisterOptions& options) const {
+  if (!segment) return;
+  options.segment = &segment;
+  options.segment_offset =
+      static_cast<std::uint64_t>(first - static_cast<const std::byte*>(segment.data()));
+}
 
 void Mr::end_indirect() {
   for (Mr* mr : std::exchange(indirect, {})) {
@@ -78,7 +86,7 @@ Qp::~Qp() {
 
 void Context::allocate_pd(Call& call) {
   auto pd = std::make_unique<Pd>();
-  pd->number = next_number_++ & 0xffffff;
+  pd->number = device_->next_domain();
   const mlx5_ib_alloc_pd_resp driver = {pd->number};
   const ib_uverbs_alloc_pd_resp response = {.pd_handle = add(std::move(pd))};
   call.out(UVERBS_ATTR_CORE_OUT, &response, sizeof(response.pd_handle));
@@ -105,7 +113,9 @@ void Context::register_mr(Call& call) {
   Pd& pd = get<Pd>(request.pd_handle);
   const std::uint32_t access = nic_access(request.access_flags);
   if ((request.start & 0xfff) != (request.hca_va & 0xfff)) throw Failure{EINVAL};
-  check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
+  const auto gpu = gpu_memory(request.start, request.length);
+  if (!gpu)
+    check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
   auto mr = std::make_unique<Mr>();
   mr->device = device_;
   mr->bytes = request.length;
@@ -113,22 +123,27 @@ void Context::register_mr(Call& call) {
   void* memory = reinterpret_cast<void*>(request.start);
   softnic::RegisterOptions options;
   options.iova = request.hca_va;
-  Backing backing = backing_of(request.start, request.length);
-  constexpr std::uint32_t by_peers =
-      softnic::access::remote_write | softnic::access::remote_read | softnic::access::remote_atomic;
-  if (!backing.segment && settings().share && (access & by_peers) != 0) {
-    backing = move_to_memory_file(request.start, request.length);
-  }
-  if (backing.segment) {
-    mr->segment = std::move(backing.segment);
-    memory = static_cast<std::byte*>(mr->segment.data()) + backing.offset;
-    options.segment = &mr->segment;
-    options.segment_offset = backing.offset;
-  } else {
-    mr->ordinary = OrdinaryRange(request.start, request.length);
+  options.domain = pd.number;
+  options.device = gpu;
+  if (!gpu) {
+    Backing backing = backing_of(request.start, request.length);
+    constexpr std::uint32_t by_peers = softnic::access::remote_write |
+                                       softnic::access::remote_read |
+                                       softnic::access::remote_atomic;
+    if (!backing.segment && settings().share && (access & by_peers) != 0) {
+      backing = move_to_memory_file(request.start, request.length);
+    }
+    if (backing.segment) {
+      mr->segment = std::move(backing.segment);
+      memory = static_cast<std::byte*>(mr->segment.data()) + backing.offset;
+    } else {
+      mr->ordinary = OrdinaryRange(request.start, request.length);
+    }
   }
   mr->memory = static_cast<std::byte*>(memory);
+  mr->name_segment(mr->memory, options);
   mr->access = access;
+  mr->gpu = gpu;
   mr->key = device_->nic().register_memory(memory, request.length, access, options).lkey;
   mr->pd = &pd;
   ++pd.users;
@@ -141,43 +156,55 @@ void Context::register_mr(Call& call) {
 void Context::reregister_mr(Call& call) {
   constexpr std::uint32_t translation = 1, domain = 2, access_bits = 4;
   const auto request = call.in<ib_uverbs_rereg_mr>(UVERBS_ATTR_CORE_IN);
-  // The NIC keeps no second copy of what a registration was: all of it is given, or none.
+  const bool elsewhere = (request.flags & translation) != 0;
   if (request.flags == 0 || (request.flags & ~(translation | domain | access_bits)) != 0) {
     throw Failure{EINVAL};
   }
+  // The NIC keeps no second copy of what a registration was: all of it is given, or none.
+  if (elsewhere != ((request.flags & access_bits) != 0)) throw Failure{EOPNOTSUPP};
   Mr& mr = get<Mr>(request.mr_handle);
-  if ((request.flags & domain) != 0) {
-    Pd& pd = get<Pd>(request.pd_handle);
-    --mr.pd->users;
-    ++pd.users;
-    mr.pd = &pd;
+  Pd& pd = (request.flags & domain) != 0 ? get<Pd>(request.pd_handle) : *mr.pd;
+  softnic::RegisterOptions options;
+  options.domain = pd.number;
+  options.device = mr.gpu;
+  void* memory = mr.memory;
+  std::uint64_t bytes = mr.bytes;
+  std::uint32_t access = mr.access;
+  if (elsewhere) {
+    access = nic_access(request.access_flags);
+    options.device = gpu_memory(request.start, request.length);
+    if (!options.device)
+      check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
+    memory = reinterpret_cast<void*>(request.start);
+    bytes = request.length;
+    options.iova = request.hca_va;
+  } else {
+    options.iova = mr.iova;
+    mr.name_segment(mr.memory, options);
   }
-  if ((request.flags & (translation | access_bits)) != 0) {
-    if ((request.flags & (translation | access_bits)) != (translation | access_bits)) {
-      throw Failure{EOPNOTSUPP};
-    }
-    const std::uint32_t access = nic_access(request.access_flags);
-    check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
-    const std::uint32_t key = device_->nic()
-                                  .register_memory(reinterpret_cast<void*>(request.start),
-                                                   request.length, access, {.iova = request.hca_va})
-                                  .lkey;
-    mr.end_indirect();
-    device_->nic().deregister(mr.key);
-    mr.key = key;
-    mr.access = access;
-    mr.memory = reinterpret_cast<std::byte*>(request.start);
+  const std::uint32_t key = device_->nic().register_memory(memory, bytes, access, options).lkey;
+  mr.end_indirect();
+  device_->nic().deregister(mr.key);
+  mr.key = key;
+  mr.access = access;
+  mr.memory = static_cast<std::byte*>(memory);
+  mr.bytes = bytes;
+  mr.iova = *options.iova;
+  mr.gpu = options.device;
+  if (elsewhere) {
     mr.segment = {};
-    mr.ordinary = OrdinaryRange(request.start, request.length);
-    mr.bytes = request.length;
-    mr.iova = request.hca_va;
+    mr.ordinary = mr.gpu ? OrdinaryRange() : OrdinaryRange(request.start, request.length);
   }
+  --mr.pd->users;
+  ++pd.users;
+  mr.pd = &pd;
   const std::uint32_t response[] = {mr.key, mr.key};  // ib_uverbs_rereg_mr_resp
   call.out(UVERBS_ATTR_CORE_OUT, response, sizeof(response));
 }
 
 // Memory behind a descriptor that the CPU can map: host memory as a dma-buf (udmabuf, memfd). That
-// of a GPU mostly cannot be mapped, and fails as the kernel's own import does.
+// of a GPU mostly cannot be mapped; it is found by its address, where the program names the memory
+// by that (iova), as libraries do. Any other fails as the kernel's own import does.
 void Context::register_dmabuf(Call& call) {
   Pd& pd = get<Pd>(call.handle(UVERBS_ATTR_REG_DMABUF_MR_PD_HANDLE));
   const auto offset = call.in<std::uint64_t>(UVERBS_ATTR_REG_DMABUF_MR_OFFSET);
@@ -197,17 +224,25 @@ void Context::register_dmabuf(Call& call) {
   mr->mapping_bytes = offset + length - first;
   void* memory = ::mmap(nullptr, mr->mapping_bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd,
                         static_cast<off_t>(first));
-  if (memory == MAP_FAILED) {
-    log_once("a dmabuf that the CPU cannot map was refused: EOPNOTSUPP");
-    throw Failure{EOPNOTSUPP};
+  softnic::RegisterOptions options;
+  options.iova = iova;
+  options.domain = pd.number;
+  if (memory != MAP_FAILED) {
+    mr->mapping = memory;
+    mr->memory = static_cast<std::byte*>(memory) + (offset - first);
+  } else {
+    options.device = mr->gpu = gpu_memory(iova, length);
+    mr->memory = reinterpret_cast<std::byte*>(iova);
+    if (!mr->gpu) {
+      log_once("a dmabuf that the CPU cannot map, of no GPU's memory at iova: EOPNOTSUPP");
+      throw Failure{EOPNOTSUPP};
+    }
   }
-  mr->mapping = memory;
   mr->device = device_;
   mr->bytes = length;
   mr->iova = iova;
-  mr->memory = static_cast<std::byte*>(memory) + (offset - first);
   mr->access = access;
-  mr->key = device_->nic().register_memory(mr->memory, length, access, {.iova = iova}).lkey;
+  mr->key = device_->nic().register_memory(mr->memory, length, access, options).lkey;
   mr->pd = &pd;
   ++pd.users;
   const std::uint32_t key = mr->key;
@@ -361,6 +396,7 @@ void Context::create_srq(Call& call) {
   config.log2_entries = static_cast<std::uint32_t>(std::countr_zero(entries));
   config.log2_stride = static_cast<std::uint32_t>(std::countr_zero(stride));
   config.record = reinterpret_cast<const mlx5::Be32*>(driver.db_addr);
+  config.domain = pd.number;
   srq->srqn = device_->nic().create_srq(config);
   srq->pd = &pd;
   ++pd.users;
@@ -463,6 +499,7 @@ void Context::create_qp(Call& call) {
   config.send_cqn = send_cq.cqn;
   config.receive_cqn = receive_cq.cqn;
   config.user_index = driver.uidx;
+  config.domain = pd.number;
   qp->qpn = device_->nic().create_qp(config);
   qp->pd = &pd;
   qp->send_cq = &send_cq;
@@ -652,7 +689,7 @@ void Context::modify_qp(Call& call, bool extended) {
   keep(mask_remote_qpn, &M::dest_qp_num);
   if (to == State::rst) known = {};
 
-  if (from != to || to == State::rts || (mask & mask_qkey) != 0) {
+  if (from != to || to == State::rts || (mask & (mask_qkey | mask_access)) != 0) {
     softnic::QpAttributes attributes;
     if (to == State::rtr && !datagrams) {
       attributes = device_->route(known.dest_qp_num & 0xffffff, known.dest.is_global != 0,
@@ -663,6 +700,7 @@ void Context::modify_qp(Call& call, bool extended) {
     attributes.timeout = acknowledge_timeout(known.timeout);
     attributes.rnr_timer = rnr_timer(known.min_rnr_timer);
     if (datagrams) attributes.q_key = known.qkey;
+    attributes.access = known.qp_access_flags;
     move_qp(qp, to, attributes);
   }
   mlx5_ib_modify_qp_resp response = {};

@@ -18,8 +18,8 @@ struct DeviceEnv {
   __device__ std::uint64_t now() const { return now_ns(); }
   __device__ std::uint32_t random() { return static_cast<std::uint32_t>(++count.rings); }
 
-  __device__ void* local(std::uint32_t lkey, std::uint64_t address, std::uint64_t, std::uint32_t,
-                         Refusal& refusal) const {
+  __device__ void* local(std::uint32_t, std::uint32_t lkey, std::uint64_t address, std::uint64_t,
+                         std::uint32_t, Refusal& refusal) const {
     if (lkey != 0) return reinterpret_cast<void*>(address);
     refusal = Refusal::unknown_key;
     return nullptr;

@@ -108,6 +108,67 @@ TEST(Errors, each_access_bit_is_needed) {
   }
 }
 
+TEST(Errors, a_registration_serves_the_queues_of_its_protection_domain_alone) {
+  SideOptions in_7;
+  in_7.domain = in_7.queue.domain = 7;
+  in_7.queue.log2_receives = 2;
+  SideOptions memory_in_8 = in_7;
+  memory_in_8.domain = 8;
+  const SideOptions elsewhere = with([](SideOptions& o) { o.domain = o.queue.domain = 9; });
+  {
+    Pair pair(in_7, elsewhere);  // a domain says nothing of another NIC's
+    complete(pair, pair.a, pair.a.write(pair.b, 0, 0, 8));
+    complete(pair, pair.b, pair.b.fetch_add(pair.a, 0, 0, 1));
+  }
+  {
+    Pair pair(memory_in_8, elsewhere);
+    fails_with(pair, pair.a, pair.a.write(pair.b, 0, 0, 8), Syndrome::local_protection);
+    EXPECT_EQ(pair.a.kinds(), std::vector{ReportKind::access_local});
+  }
+  for (const bool atomic : {false, true}) {
+    Pair pair(elsewhere, memory_in_8);
+    fails_with(pair, pair.a,
+               atomic ? pair.a.fetch_add(pair.b, 0, 0, 1) : pair.a.write(pair.b, 0, 0, 8),
+               Syndrome::remote_access);
+    EXPECT_EQ(pair.b.at(0), 0u);
+  }
+  for (const bool allowed : {true, false}) {
+    Pair pair(elsewhere, allowed ? in_7 : memory_in_8);
+    pair.b.queue.post_receive(pair.b.memory, 8, pair.b.key.lkey);
+    const Wqe send = Wqe(Opcode::send).data(pair.a.memory, 8, pair.a.key.lkey);
+    if (allowed) {
+      complete(pair, pair.a, send);
+    } else {
+      fails_with(pair, pair.a, send, Syndrome::remote_operation);
+    }
+  }
+}
+
+TEST(Errors, a_queue_answers_what_it_was_set_up_for) {
+  QpAttributes reads_only;
+  reads_only.access = access::remote_read;
+  for (const int operation : {0, 1, 2}) {
+    Pair pair({}, reads_only);
+    const Wqe wqe = operation == 0   ? pair.a.write(pair.b, 0, 0, 8)
+                    : operation == 1 ? Wqe(Opcode::rdma_read)
+                                           .remote(pair.b.memory, pair.b.key.rkey)
+                                           .data(pair.a.memory, 8, pair.a.key.lkey)
+                                     : pair.a.fetch_add(pair.b, 0, 0, 1);
+    if (operation == 1) {
+      complete(pair, pair.a, wqe);
+    } else {
+      fails_with(pair, pair.a, wqe, Syndrome::remote_invalid_request);
+    }
+    EXPECT_EQ(pair.b.at(0), 0u);
+  }
+  // Said again later, it is what was said last.
+  Pair pair({}, reads_only);
+  QpAttributes all;
+  all.access = access::all;
+  pair.b.nic.modify_qp(pair.b.queue.qpn, QpState::rts, all);
+  complete(pair, pair.a, pair.a.write(pair.b, 0, 0, 8));
+}
+
 TEST(Errors, a_refused_access_ends_the_peers_queue_too) {
   Pair pair;
   fails_with(pair, pair.a,

@@ -18,6 +18,7 @@
 #include "belfry/mlx5/wqe.hpp"
 #include "belfry/platform.hpp"
 #include "belfry/status.hpp"
+#include "softnic/device.hpp"
 #include "softnic/nic.hpp"
 
 namespace belfry::softnic::testing {
@@ -171,6 +172,7 @@ struct QueueOptions {
   std::uint16_t first_receive = 0;
   std::uint64_t* shared_register = nullptr;
   std::uint32_t user_index = 0;
+  std::uint32_t domain = 0;
 };
 
 // A QP with its rings. Posting is three steps, so that a test can do them wrongly.
@@ -201,6 +203,7 @@ class Queue {
     config.initial_producer_index = options.first;
     config.initial_receive_index = options.first_receive;
     config.user_index = options.user_index;
+    config.domain = options.domain;
     qpn = nic.create_qp(config);
   }
   ~Queue() { nic_.destroy_qp(qpn); }
@@ -279,33 +282,40 @@ struct SideOptions {
   NicConfig nic;
   QueueOptions queue;
   std::uint32_t access = access::all;
+  std::uint32_t domain = 0;  // of the memory
   std::uint32_t log2_cq = 6;
   bool collapsed = false;
   bool ignore_overrun = false;
   bool shared = true;
+  bool device = false;  // in place of either
   std::size_t bytes = 1 << 16;
 };
 
 struct Side {
   explicit Side(const SideOptions& options = {})
       : nic(options.nic),
-        segment(options.shared ? memory::SharedSegment("test", options.bytes)
-                               : memory::SharedSegment()),
-        ordinary(options.shared ? 0 : options.bytes / 8),
-        memory(options.shared ? static_cast<std::byte*>(segment.data())
-                              : reinterpret_cast<std::byte*>(ordinary.data())),
+        device(options.device ? std::make_shared<FakeDevice>(options.bytes) : nullptr),
+        segment(options.shared && !device ? memory::SharedSegment("test", options.bytes)
+                                          : memory::SharedSegment()),
+        ordinary(options.shared || device ? 0 : options.bytes / 8),
+        memory(device           ? device->address()
+               : options.shared ? static_cast<std::byte*>(segment.data())
+                                : reinterpret_cast<std::byte*>(ordinary.data())),
+        visible(device ? device->behind() : memory),
         bytes(options.bytes),
         cq(nic, options.log2_cq, options.collapsed, options.ignore_overrun),
         receive_cq(nic, options.log2_cq),
         queue(nic, cq.number, receive_cq.number, options.queue) {
     RegisterOptions where;
-    if (options.shared) where.segment = &segment;
+    where.domain = options.domain;
+    where.device = device;
+    if (segment) where.segment = &segment;
     key = nic.register_memory(memory, bytes, options.access, where);
   }
 
   template <class T = std::uint64_t>
   T& at(std::size_t offset) {
-    return *reinterpret_cast<T*>(memory + offset);
+    return *reinterpret_cast<T*>(visible + offset);
   }
   Wqe write(Side& to, std::size_t to_offset, std::size_t from_offset, std::uint32_t n) const {
     return Wqe(Opcode::rdma_write)
@@ -327,9 +337,11 @@ struct Side {
   }
 
   SoftNic nic;
+  std::shared_ptr<FakeDevice> device;
   memory::SharedSegment segment;
   std::vector<std::uint64_t> ordinary;
-  std::byte* memory;
+  std::byte* memory;   // as WQEs name it
+  std::byte* visible;  // as the test reads and writes it
   std::size_t bytes;
   MemoryKey key;
   Cq cq;

@@ -121,10 +121,14 @@ void expect_ok(Side& side, const Wqe& wqe) {
   EXPECT_TRUE(cqe->ok()) << mlx5::to_string(cqe->syndrome);
 }
 
-void all_operations(bool shared_here, bool shared_there, bool refused = false) {
+enum class Kind { shared, ordinary, device };
+
+void all_operations(Kind kind_here, Kind kind_there, bool refused = false) {
   SideOptions here, there;
-  here.shared = shared_here;
-  there.shared = shared_there;
+  here.shared = kind_here == Kind::shared;
+  here.device = kind_here == Kind::device;
+  there.shared = kind_there == Kind::shared;
+  there.device = kind_there == Kind::device;
   here.bytes = there.bytes = 1 << 20;
   here.queue.log2_receives = there.queue.log2_receives = 4;
   Side side(here);
@@ -187,11 +191,11 @@ void all_operations(bool shared_here, bool shared_there, bool refused = false) {
 }
 
 TEST(Processes, every_operation_reaches_shared_memory_of_another_process) {
-  all_operations(true, true);
+  all_operations(Kind::shared, Kind::shared);
 }
 
 TEST(Processes, every_operation_reaches_ordinary_memory_of_another_process) {
-  all_operations(false, false);
+  all_operations(Kind::ordinary, Kind::ordinary);
 }
 
 // Yama and some container runtimes refuse process_vm_readv/writev; a seccomp filter stands for
@@ -211,7 +215,7 @@ TEST(Processes, ordinary_memory_is_reached_through_the_peers_engine_when_the_ker
         ::prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program) != 0) {
       ::_exit(43);
     }
-    all_operations(false, false, true);
+    all_operations(Kind::ordinary, Kind::ordinary, true);
     ::_exit(::testing::Test::HasFailure() ? 42 : 0);
   }
   int status = 0;
@@ -221,8 +225,15 @@ TEST(Processes, ordinary_memory_is_reached_through_the_peers_engine_when_the_ker
 }
 
 TEST(Processes, mixed_kinds_of_memory_work_together) {
-  all_operations(true, false);
-  all_operations(false, true);
+  all_operations(Kind::shared, Kind::ordinary);
+  all_operations(Kind::ordinary, Kind::shared);
+}
+
+TEST(Processes, every_operation_reaches_memory_of_a_device_of_another_process) {
+  all_operations(Kind::device, Kind::device);
+  all_operations(Kind::device, Kind::shared);
+  all_operations(Kind::device, Kind::ordinary);
+  all_operations(Kind::ordinary, Kind::device);
 }
 
 TEST(Processes, one_sided_operations_on_shared_memory_need_no_engine_over_there) {

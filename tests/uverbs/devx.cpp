@@ -95,6 +95,16 @@ class Side {
     return a;
   }
 
+  // The number of its protection domain.
+  std::uint32_t domain() const {
+    mlx5dv_pd numbered = {};
+    mlx5dv_obj object = {};
+    object.pd.in = pd;
+    object.pd.out = &numbered;
+    EXPECT_EQ(mlx5dv_init_obj(&object, MLX5DV_OBJ_PD), 0);
+    return numbered.pdn;
+  }
+
   int modify(Opcode opcode, const std::vector<std::pair<Field, std::uint64_t>>& fields,
              const ibv_gid* gid = nullptr) {
     std::array<std::byte, 0x880 / 8> in = {}, out = {};
@@ -228,13 +238,8 @@ class Side {
     std::array<std::byte, 0x880 / 8> in = {};
     std::array<std::byte, 16> out = {};
     auto put = [&](Field field, std::uint64_t value) { prm::set(in, field, value); };
-    mlx5dv_pd dv_pd = {};
-    mlx5dv_obj object = {};
-    object.pd.in = pd;
-    object.pd.out = &dv_pd;
-    ASSERT_EQ(mlx5dv_init_obj(&object, MLX5DV_OBJ_PD), 0);
     prm::set(in, prm::opcode, static_cast<std::uint64_t>(Opcode::create_qp));
-    put(prm::qp_context::protection_domain, dv_pd.pdn);
+    put(prm::qp_context::protection_domain, domain());
     put(prm::qp_context::uar_page, uar->page_id);
     put(prm::qp_context::receive_kind, 3);
     put(prm::qp_context::log_send_blocks, log_blocks);
@@ -394,6 +399,7 @@ struct IndirectKey {
     prm::set(in, prm::mkey_context::remote_write, 1);
     prm::set(in, prm::mkey_context::local_write, 1);
     prm::set(in, prm::mkey_context::variant, 0x5a);
+    prm::set(in, prm::mkey_context::protection_domain, side.domain());
     prm::set(in, prm::mkey_context::start, start);
     prm::set(in, prm::mkey_context::length, 4096 * pieces);
     prm::set(in, prm::mkey_context::translations, pieces);

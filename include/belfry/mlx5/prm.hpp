@@ -188,7 +188,7 @@ inline constexpr Field umem{0x840, 32};
 inline constexpr Field umem_valid{0x860, 1};
 }  // namespace qp_in
 
-// Bits of optional_mask: which of the optional fields of INIT to RTR count.
+// Bits of optional_mask: which of the fields that a step may leave out count.
 inline constexpr std::uint32_t optional_remote_read = 1u << 1;
 inline constexpr std::uint32_t optional_remote_atomic = 1u << 2;
 inline constexpr std::uint32_t optional_remote_write = 1u << 3;
@@ -205,6 +205,7 @@ inline constexpr std::uint32_t atomic_mode_up_to_8_bytes = 3;  // and the masked
 namespace create_rmp_in {
 inline constexpr std::uint32_t base = 0x280;
 inline constexpr Field kind = in(base, {0x00, 4});
+inline constexpr Field protection_domain = in(base, {0x48, 24});
 inline constexpr Field record_address = in(base, {0x80, 64});
 inline constexpr Field log_stride = in(base, {0x10c, 4});
 inline constexpr Field log_entries = in(base, {0x11b, 5});
@@ -222,6 +223,7 @@ inline constexpr Field remote_read = in(base, {0x13, 1});
 inline constexpr Field local_write = in(base, {0x14, 1});
 inline constexpr Field access_mode = in(base, {0x16, 2});
 inline constexpr Field variant = in(base, {0x38, 8});
+inline constexpr Field protection_domain = in(base, {0x68, 24});
 inline constexpr Field start = in(base, {0x80, 64});
 inline constexpr Field length = in(base, {0xc0, 64});
 inline constexpr Field translations = in(base, {0x1a0, 32});  // 16-byte units

@@ -1,0 +1,16 @@
+// A CUDA driver that is not one: its memory is at addresses that the CPU may not touch, copies are
+// done when they are asked after, and pinned memory and the right context are insisted on.
+#pragma once
+
+#include <cstddef>
+
+extern "C" {
+struct FakeCudaMemory {
+  void* address;  // as programs name it
+  void* behind;   // the same bytes, for a test to read and write
+};
+// `mapped`: as from cuMemCreate, of no context; else of a context that is not the primary one.
+FakeCudaMemory fake_cuda_memory(std::size_t bytes, bool mapped);
+// Copies fail from now on, or work again.
+void fake_cuda_refuse(bool refuse);
+}
