@@ -1,5 +1,5 @@
-# Device code by nvcc. Objects are made by plain custom commands, not by CMake's CUDA language:
-# each source is compiled for each architecture on its own and what ptxas reports is checked.
+# Device code by nvcc. Objects are made by plain custom commands, not by CMake's CUDA language: what
+# ptxas reports is checked, for each architecture.
 # Nothing here needs a GPU.
 set(BELFRY_CUDA_ARCHITECTURES 80 90a CACHE STRING "the sm_ numbers that device code is compiled for")
 option(BELFRY_CUDA_FAST_COMPILE
@@ -25,9 +25,10 @@ if(BELFRY_CUDA_ENABLED)
   cmake_path(GET bin PARENT_PATH toolkit)
   set(CUDAToolkit_ROOT ${toolkit} CACHE PATH "the CUDA toolkit of BELFRY_NVCC")
   find_package(CUDAToolkit REQUIRED)
-  set(belfry_fast_compile "")
-  if(BELFRY_CUDA_FAST_COMPILE AND CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13)
-    set(belfry_fast_compile --Ofast-compile=min)
+  # For kernels that nobody runs.
+  set(belfry_fastest "-Xcicc=-O1;-Xptxas=-O1")
+  if(CUDAToolkit_VERSION VERSION_GREATER_EQUAL 13)
+    set(belfry_fastest --Ofast-compile=min)
   endif()
 endif()
 
@@ -44,54 +45,52 @@ function(belfry_nvcc out)
     -Xcompiler=-Wall,-Wextra,-Werror -Xptxas=-v,-warn-spills,-warn-lmem-usage PARENT_SCOPE)
 endfunction()
 
-# belfry_cuda_sources(target sources.cu...): adds each source to a target that runs, with code for
-# every architecture in one object.
-function(belfry_cuda_sources target)
+# belfry_cuda_object(out source [options...]): one object with code for every architecture, one
+# after the other: of ptxas at work for two at once, the lines that are checked could mix.
+function(belfry_cuda_object out source)
   belfry_nvcc(nvcc)
   set(code "")
   foreach(arch ${BELFRY_CUDA_ARCHITECTURES})
     list(APPEND code -gencode=arch=compute_${arch},code=sm_${arch})
   endforeach()
+  cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
+  cmake_path(GET source STEM name)
+  set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.cu.o)
+  add_custom_command(OUTPUT ${object}
+    COMMAND ${nvcc} -c ${source} -o ${object} ${code} ${ARGN}
+            -MD -MF ${object}.d -MT ${object}
+    DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
+    DEPFILE ${object}.d
+    COMMENT "nvcc ${name}.cu"
+    COMMAND_EXPAND_LISTS VERBATIM)
+  set(${out} ${object} PARENT_SCOPE)
+endfunction()
+
+# belfry_cuda_sources(target sources.cu...): adds each source to a target that runs.
+function(belfry_cuda_sources target)
+  set(fast "")
+  if(BELFRY_CUDA_FAST_COMPILE)
+    set(fast ${belfry_fastest})
+  endif()
   foreach(source ${ARGN})
-    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
-    cmake_path(GET source STEM name)
-    set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.cu.o)
-    add_custom_command(OUTPUT ${object}
-      COMMAND ${nvcc} -c ${source} -o ${object} ${code} ${belfry_fast_compile} --threads 0 -Xcompiler=-fPIC
-              -MD -MF ${object}.d -MT ${object}
-      DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
-      DEPFILE ${object}.d
-      COMMENT "nvcc ${name}.cu"
-      COMMAND_EXPAND_LISTS VERBATIM)
+    belfry_cuda_object(object ${source} ${fast} -Xcompiler=-fPIC)
     target_sources(${target} PRIVATE ${object})
   endforeach()
   target_link_libraries(${target} PRIVATE CUDA::cudart_static)
 endfunction()
 
-# belfry_cuda_objects(target sources.cu...): compiles each source for every architecture as part
-# of `target`, with its COMPILE_OPTIONS. The build fails when ptxas ignored setmaxnreg, or when a
-# kernel whose name begins with `hot_` spills or uses local memory; see check_ptxas.py.
+# belfry_cuda_objects(target sources.cu...): compiles each source as part of `target`, with its
+# COMPILE_OPTIONS. The build fails when ptxas ignored setmaxnreg, or when a kernel whose name begins
+# with `hot_` spills or uses local memory; see check_ptxas.py.
 function(belfry_cuda_objects target)
-  belfry_nvcc(nvcc)
   set(objects "")
   foreach(source ${ARGN})
-    cmake_path(ABSOLUTE_PATH source BASE_DIRECTORY ${CMAKE_CURRENT_SOURCE_DIR})
-    cmake_path(GET source STEM name)
     get_source_file_property(options ${source} COMPILE_OPTIONS)
     if(NOT options)
       set(options "")
     endif()
-    foreach(arch ${BELFRY_CUDA_ARCHITECTURES})
-      set(object ${CMAKE_CURRENT_BINARY_DIR}/${name}.sm_${arch}.o)
-      add_custom_command(OUTPUT ${object}
-        COMMAND ${nvcc} -c ${source} -o ${object} -gencode=arch=compute_${arch},code=sm_${arch} ${options}
-                -MD -MF ${object}.d -MT ${object}
-        DEPENDS ${source} ${PROJECT_SOURCE_DIR}/cmake/check_ptxas.py
-        DEPFILE ${object}.d
-        COMMENT "nvcc ${name}.cu for sm_${arch}"
-        COMMAND_EXPAND_LISTS VERBATIM)
-      list(APPEND objects ${object})
-    endforeach()
+    belfry_cuda_object(object ${source} ${options})
+    list(APPEND objects ${object})
   endforeach()
   add_custom_target(${target} DEPENDS ${objects})
 endfunction()

@@ -42,13 +42,12 @@ def readable(names):
 
 
 def examine(text):
-    """What ptxas said: a dict of kernels, the faults found, and the lines that are neither."""
+    """What ptxas said: a dict of (kernel, architecture), the faults found, and the lines that are neither."""
     kernels, faults, rest, current = {}, [], [], None
     for line in text.splitlines():
         if match := FUNCTION.search(line):
-            current = kernels.setdefault(match["name"], {
-                "arch": match["arch"], "registers": 0, "shared": 0,
-                "stack": 0, "stores": 0, "loads": 0})
+            current = kernels.setdefault((match["name"], match["arch"]), {
+                "registers": 0, "shared": 0, "stack": 0, "stores": 0, "loads": 0})
         elif current is not None and (match := STACK.search(line)):
             current.update({key: int(value) for key, value in match.groupdict().items()})
         elif current is not None and (match := USED.search(line)):
@@ -63,16 +62,16 @@ def examine(text):
                 faults.append(f"hot kernel {match['name']}: wgmma is serialised: {line.strip()}")
         if not CHATTER.search(line):
             rest.append(line)
-    for name, kernel in kernels.items():
+    for (name, arch), kernel in kernels.items():
         if not HOT.search(name):
             continue
         if kernel["stores"] or kernel["loads"]:
-            faults.append(f"hot kernel {name}: found {kernel['stores']} bytes of spill stores and "
+            faults.append(f"hot kernel {name}, {arch}: found {kernel['stores']} bytes of spill stores and "
                           f"{kernel['loads']} of spill loads with {kernel['registers']} registers, "
                           f"wanted none; need fewer live values, or __launch_bounds__ with a "
                           f"smaller block")
         elif kernel["stack"]:
-            faults.append(f"hot kernel {name}: found a stack frame of {kernel['stack']} bytes, "
+            faults.append(f"hot kernel {name}, {arch}: found a stack frame of {kernel['stack']} bytes, "
                           f"wanted none; an array is indexed at run time, or a call was not inlined")
     return kernels, faults, rest
 
@@ -82,15 +81,16 @@ def run(command):
                           errors="replace", check=False)
     kernels, faults, rest = examine(done.stdout)
     print("\n".join(line for line in rest if line.strip()))
-    names = readable(list(kernels))
-    for name, kernel in kernels.items():
-        print(f"  {kernel['arch']} {names.get(name, name)}: {kernel['registers']} registers, "
+    names = readable(list({name for name, _ in kernels}))
+    for (name, arch), kernel in kernels.items():
+        print(f"  {arch} {names.get(name, name)}: {kernel['registers']} registers, "
               f"{kernel['shared']} B shared, {kernel['stack']} B stack, "
               f"{kernel['stores']}+{kernel['loads']} B spilled")
     if done.returncode:
         return done.returncode
     if "-o" in command:
-        figures = {names.get(name, name): kernel for name, kernel in kernels.items()}
+        figures = [{"name": names.get(name, name), "arch": arch, **kernel}
+                   for (name, arch), kernel in kernels.items()]
         with open(command[command.index("-o") + 1] + ".json", "w", encoding="utf-8") as stream:
             json.dump(figures, stream)
     for fault in faults:
@@ -108,8 +108,8 @@ def table(folder):
     found, archs = {}, set()
     for path in sorted(pathlib.Path(folder).rglob("*.o.json")):
         with open(path, encoding="utf-8") as stream:
-            for name, kernel in json.load(stream).items():
-                short = re.sub(r"\(.*\)$", "", name)
+            for kernel in json.load(stream):
+                short = re.sub(r"\(.*\)$", "", kernel["name"].replace("(anonymous namespace)::", ""))
                 found.setdefault((path.name.split(".")[0] + ".cu", short), {})[kernel["arch"]] = kernel
                 archs.add(kernel["arch"])
     archs = sorted(archs)
@@ -125,9 +125,9 @@ def table(folder):
 
 
 def self_test():
-    def text(name, stack, stores, loads, extra=""):
+    def text(name, stack, stores, loads, extra="", arch="sm_90a"):
         return (f"ptxas info    : 0 bytes gmem\n"
-                f"ptxas info    : Compiling entry function '{name}' for 'sm_90a'\n"
+                f"ptxas info    : Compiling entry function '{name}' for '{arch}'\n"
                 f"ptxas info    : Function properties for {name}\n"
                 f"    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
                 f"ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem\n{extra}")
@@ -152,8 +152,10 @@ def self_test():
     assert "serialised" in faults("_Z7hot_mmaPm", 0, 0, 0, serialised.format("_Z7hot_mmaPm"))[0]
     assert not faults("_Z3mmaPm", 0, 0, 0, serialised.format("_Z3mmaPm"))
     kernels, _, rest = examine(text("_Z3putPm", 8, 4, 2) + "kernel.cu(3): warning: odd\n")
-    assert kernels["_Z3putPm"] == {"arch": "sm_90a", "registers": 40, "shared": 1024, "stack": 8,
-                                   "stores": 4, "loads": 2}
+    assert kernels == {("_Z3putPm", "sm_90a"): {"registers": 40, "shared": 1024, "stack": 8,
+                                                "stores": 4, "loads": 2}}
+    both = examine(text("_Z7hot_putPm", 8, 8, 4, arch="sm_80") + text("_Z7hot_putPm", 0, 0, 0))[1]
+    assert len(both) == 1 and "sm_80" in both[0]
     assert rest == ["kernel.cu(3): warning: odd"]
     print("check_ptxas: each fault is found, and nothing else")
     return 0
