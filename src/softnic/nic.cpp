@@ -129,7 +129,8 @@ struct View {
 // by its address, and so must know which addresses are none of the CPU's.
 class DeviceRanges {
  public:
-  bool any() const { return count_.load(std::memory_order_relaxed) != 0; }
+  // Asked for every payload.
+  static bool any() { return count_.load(std::memory_order_relaxed) != 0; }
   std::shared_ptr<DeviceMemory> find(const void* pointer) const {
     const auto address = reinterpret_cast<std::uint64_t>(pointer);
     const std::shared_lock guard(mutex_);
@@ -159,7 +160,7 @@ class DeviceRanges {
   };
   mutable std::shared_mutex mutex_;
   std::vector<Range> ranges_;
-  std::atomic<std::size_t> count_{0};
+  static inline constinit std::atomic<std::size_t> count_{0};
 };
 DeviceRanges& device_ranges() {
   static DeviceRanges ranges;
@@ -417,18 +418,20 @@ struct SoftNic::Implementation {
     return created_ns + link_free_ps / 1000 + journey.ways * nanoseconds(config.pacing.latency);
   }
 
-  void copy(void* target, const void* source, std::uint64_t bytes) {
-    if (!device_ranges().any()) [[likely]] {
+  BELFRY_INLINE void copy(void* target, const void* source, std::uint64_t bytes) {
+    if (!DeviceRanges::any()) [[likely]] {
       place(target, source, bytes);
     } else {
       copy_by_device(target, source, bytes);
     }
   }
-  void copy_by_device(void* target, const void* source, std::uint64_t bytes);
+  // Seldom called, and in the way of what is called often where they are inlined.
+  [[gnu::noinline]] void copy_by_device(void* target, const void* source, std::uint64_t bytes);
+  [[gnu::noinline]] bool resolve(Peer& peer, std::uint32_t rkey, Peer::Key& key);
   bool on_device(const void* address) const {
-    return device_ranges().any() && device_ranges().find(address) != nullptr;
+    return DeviceRanges::any() && device_ranges().find(address) != nullptr;
   }
-  bool take_refusal() { return std::exchange(refused, false); }
+  bool take_refusal() { return refused && std::exchange(refused, false); }
 
   void* local(std::uint32_t domain, std::uint32_t lkey, std::uint64_t address, std::uint64_t bytes,
               std::uint32_t need, Refusal& refusal) {
@@ -454,8 +457,8 @@ struct SoftNic::Implementation {
     return reinterpret_cast<std::byte*>(entry.pointer) + offset;
   }
 
-  Remote remote(EngineQp& engine_qp, std::uint32_t rkey, std::uint64_t address, std::uint64_t bytes,
-                std::uint32_t need) {
+  BELFRY_INLINE Remote remote(EngineQp& engine_qp, std::uint32_t rkey, std::uint64_t address,
+                              std::uint64_t bytes, std::uint32_t need) {
     const HostQp& qp = host(engine_qp);
     Peer& peer = *qp.peer;
     Peer::Key& key = peer.keys[(rkey >> 8) % Peer::cached_keys];
@@ -483,7 +486,6 @@ struct SoftNic::Implementation {
     return {service ? Remote::Way::service : key.way, Refusal::none, nullptr, key.base + offset};
   }
 
-  bool resolve(Peer& peer, std::uint32_t rkey, Peer::Key& key);
   Far far_copy(EngineQp& qp, std::uint64_t address, void* local, std::uint64_t bytes, bool write);
 
   PeerState peer(EngineQp& engine_qp) {
