@@ -1,7 +1,10 @@
-// How far two PCI devices of this machine are from each other.
+// How far two PCI devices of a machine are from each other, as hwloc finds it.
 #pragma once
 
+#include <memory>
 #include <string>
+
+struct hwloc_topology;
 
 namespace belfry::topology {
 
@@ -12,12 +15,26 @@ enum class Nearness {
   same_host_bridge,  // through the CPU's root complex
   same_numa_node,    // through two host bridges of one NUMA node
   other_numa_node,   // over the link between CPUs
-  unknown,           // no such device, or no sysfs
+  unknown,           // no such device, or no hwloc
 };
 const char* to_string(Nearness nearness);
 
-// Of two devices like "0000:0f:00.0". `root` is "" or a folder that holds a sysfs of its own, for
-// tests.
-Nearness nearness(const std::string& root, const std::string& a, const std::string& b);
+// Of its API: "2.8". Empty: belfry was built without hwloc, and every distance is unknown.
+std::string hwloc_version();
+
+// The PCI devices of a machine as they were found when this was made. That takes milliseconds: keep
+// it. Calls of different threads do not disturb each other.
+class PciDevices {
+ public:
+  // `root` is "" for this machine, or a folder that holds the sys of another, for tests; hwloc
+  // learns of it by the environment, which no other thread may use meanwhile.
+  explicit PciDevices(const std::string& root = "");
+
+  // Of two devices like "0000:0f:00.0".
+  Nearness nearness(const std::string& a, const std::string& b) const;
+
+ private:
+  std::shared_ptr<hwloc_topology> machine_;  // null: nothing is known
+};
 
 }  // namespace belfry::topology

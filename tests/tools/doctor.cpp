@@ -22,6 +22,7 @@ struct Doctored {
   std::vector<Finding> look(const std::function<void(Machine&)>& change = {}) {
     machine.system = topology::read_system(root.path());
     machine.cores = 8;
+    machine.hwloc = "2.8";
     machine.gpus = {{0, "NVIDIA H200", "0000:03:00.0", {true, true, true, true, true, 13000}}};
     machine.asked_rdma_core = true;
     machine.nics = {{"mlx5_0", "", true, {4096}}};
@@ -43,6 +44,7 @@ TEST(Doctor, finds_nothing_missing_where_nothing_is) {
   for (const Finding& f : list) EXPECT_TRUE(f.good) << f.what << ": " << f.found;
   for (const char* what : {"cores",
                            "locked memory limit",
+                           "distances of GPUs and NICs (hwloc)",
                            "NVIDIA driver",
                            "CUDA",
                            "GPU 0",
@@ -87,6 +89,11 @@ TEST(Doctor, names_each_thing_that_is_missing_and_the_remedy) {
        "ulimit -l",
        [](FakeRoot& r) { r.file("proc/self/limits", "Max locked memory  8388608  8388608 bytes"); },
        {}},
+      {"distances of GPUs and NICs (hwloc)",
+       "built without hwloc",
+       "libhwloc-dev",
+       {},
+       [](Machine& m) { m.hwloc.clear(); }},
       {"driver of GPU 0000:03:00.0",
        "none",
        "modprobe nvidia",
@@ -256,7 +263,16 @@ TEST(Doctor, tells_how_far_each_gpu_is_from_each_nic) {
   ASSERT_EQ(list.size(), 1u);
   EXPECT_EQ(list[0].gpu, "0000:03:00.0");
   EXPECT_EQ(list[0].nic, "mlx5_0");
-  EXPECT_EQ(list[0].nearness, topology::Nearness::same_switch);
+  EXPECT_EQ(list[0].nearness, topology::hwloc_version().empty() ? topology::Nearness::unknown
+                                                                : topology::Nearness::same_switch);
+}
+
+TEST(Doctor, does_not_know_how_far_a_nic_is_that_is_no_pci_device_of_the_machine) {
+  Doctored d;
+  d.root.remove("sys/bus/pci/devices/0000:04:00.0");
+  const auto list = distances(topology::read_system(d.root.path()), d.root.path());
+  ASSERT_EQ(list.size(), 1u);
+  EXPECT_EQ(list[0].nearness, topology::Nearness::unknown);
 }
 
 }  // namespace

@@ -3,9 +3,14 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <array>
+#include <cstdio>
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <iterator>
+#include <map>
 #include <string>
 
 namespace belfry::topology {
@@ -46,16 +51,60 @@ class FakeRoot {
     EXPECT_GT(std::filesystem::remove_all(path_ / name), 0u) << name;
     return *this;
   }
-  // A PCI device, at the end of the bridges that lead to it.
+  // A NUMA node with a CPU of the same number, or without one.
+  FakeRoot& node(int number, bool with_cpu = true) {
+    const std::string mask = with_cpu ? bit(number) : "00000000";
+    file("sys/devices/system/node/node" + std::to_string(number) + "/cpumap", mask);
+    if (!with_cpu) return *this;
+    const std::string cpu = "sys/devices/system/cpu/cpu" + std::to_string(number) + "/topology";
+    file(cpu + "/core_cpus", mask).file(cpu + "/package_cpus", mask);
+    return file(cpu + "/core_id", "0").file(cpu + "/physical_package_id", std::to_string(number));
+  }
+  // A PCI device and the bridges that lead to it, near the CPU of a NUMA node, which is there then,
+  // or, at -1, near any.
   FakeRoot& pci(const std::string& way, int numa_node = 0) {
-    const std::string place = "sys/devices/" + way;
-    const std::string name = std::filesystem::path(way).filename().string();
-    file(place + "/numa_node", std::to_string(numa_node));
-    return link("sys/bus/pci/devices/" + name, place);
+    for (int number = 0; number <= std::max(numa_node, 0); ++number) node(number);
+    const std::filesystem::path parts(way);
+    const unsigned last = bus_of(parts.filename().string());
+    std::filesystem::path place = "sys/devices";
+    for (auto part = parts.begin(); part != parts.end(); ++part) {
+      place /= *part;
+      const std::string name = part->string();
+      if (name.starts_with("pci")) continue;  // the host bridge
+      file(place / "local_cpus", numa_node < 0 ? "ffffffff" : bit(numa_node));
+      if (const auto below = std::next(part); below != parts.end()) {
+        bridge(place, name, bus_of(below->string()), last);
+      }
+      const std::filesystem::path entry = path_ / "sys/bus/pci/devices" / name;
+      if (!std::filesystem::exists(entry)) link("sys/bus/pci/devices/" + name, place);
+    }
+    return *this;
   }
 
  private:
+  static std::string bit(int number) {
+    std::array<char, 16> text{};
+    std::snprintf(text.data(), text.size(), "%08x", 1u << number);
+    return text.data();
+  }
+  static unsigned bus_of(const std::string& device) {  // "0000:0f:00.0"
+    return static_cast<unsigned>(std::stoul(device.substr(5, 2), nullptr, 16));
+  }
+  // A PCI-to-PCI bridge's class and, of its configuration space, type and bus numbers.
+  void bridge(const std::string& place, const std::string& name, unsigned secondary,
+              unsigned subordinate) {
+    unsigned& most = subordinate_[name];
+    most = std::max(most, subordinate);
+    std::string space(64, '\0');
+    space[0x0e] = 1;
+    space[0x18] = static_cast<char>(bus_of(name));
+    space[0x19] = static_cast<char>(secondary);
+    space[0x1a] = static_cast<char>(most);
+    file(place + "/class", "0x060400").file(place + "/config", space);
+  }
+
   std::filesystem::path path_;
+  std::map<std::string, unsigned> subordinate_;  // the last bus behind each bridge
 };
 
 inline constexpr const char* gpu_way =

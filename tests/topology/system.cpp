@@ -4,7 +4,6 @@
 #include <gtest/gtest.h>
 
 #include "topology/fake_root.hpp"
-#include "topology/pci.hpp"
 
 namespace belfry::topology {
 namespace {
@@ -97,29 +96,6 @@ TEST(Kernel, versions_are_compared_as_numbers) {
   EXPECT_FALSE(kernel_at_least("5.4.0-100", 5, 12));
   EXPECT_FALSE(kernel_at_least("4.18", 5, 12));
   EXPECT_FALSE(kernel_at_least("", 5, 12));
-}
-
-TEST(Nearness, follows_the_bridges_that_two_devices_share) {
-  FakeRoot root;
-  const std::string top = "pci0000:00/0000:00:01.0/0000:01:00.0";
-  root.pci(top + "/0000:02:01.0/0000:03:00.0", 0)                            // the GPU
-      .pci(top + "/0000:02:02.0/0000:04:00.0", 0)                            // its switch
-      .pci(top + "/0000:02:03.0/0000:05:00.0/0000:06:01.0/0000:07:00.0", 0)  // one more switch
-      .pci("pci0000:00/0000:00:02.0/0000:08:00.0", 0)                        // another port
-      .pci("pci0000:80/0000:80:01.0/0000:81:00.0", 0)                        // another bridge
-      .pci("pci0000:c0/0000:c0:01.0/0000:c1:00.0", 1)                        // another node
-      .pci("pci0000:d0/0000:d0:01.0/0000:d1:00.0", -1);
-  const auto of = [&](const char* other) { return nearness(root.path(), "0000:03:00.0", other); };
-  EXPECT_EQ(of("0000:04:00.0"), Nearness::same_switch);
-  EXPECT_EQ(of("0000:07:00.0"), Nearness::same_root_port);
-  EXPECT_EQ(of("0000:08:00.0"), Nearness::same_host_bridge);
-  EXPECT_EQ(of("0000:81:00.0"), Nearness::same_numa_node);
-  EXPECT_EQ(of("0000:c1:00.0"), Nearness::other_numa_node);
-  EXPECT_EQ(of("0000:d1:00.0"), Nearness::other_numa_node);
-  EXPECT_EQ(of("0000:99:00.0"), Nearness::unknown);
-  EXPECT_EQ(of(""), Nearness::unknown);
-  // A port of the root complex and a device right behind it.
-  EXPECT_EQ(nearness(root.path(), "0000:08:00.0", "0000:03:00.0"), Nearness::same_host_bridge);
 }
 
 }  // namespace

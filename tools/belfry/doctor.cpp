@@ -48,6 +48,7 @@ Machine machine_here(const std::string& root) {
   Machine m;
   m.system = topology::read_system(root);
   m.cores = std::thread::hardware_concurrency();
+  m.hwloc = topology::hwloc_version();
   if (!root.empty()) {
     // A machine of files: its GPUs and NICs answer no library.
     m.cuda_lacking = "not asked";

@@ -3,6 +3,7 @@
 #include <fmt/format.h>
 
 #include <algorithm>
+#include <optional>
 
 #include "job.hpp"
 
@@ -184,6 +185,9 @@ std::vector<Finding> findings(const Machine& m) {
   list.say("locked memory limit", !s.locked_memory || *s.locked_memory >= (64u << 20),
            s.locked_memory ? size_text(*s.locked_memory) : "unlimited",
            "ulimit -l unlimited; hardware NICs pin what they register (SoftNIC does not)");
+  list.say("distances of GPUs and NICs (hwloc)", !m.hwloc.empty(),
+           m.hwloc.empty() ? "unknown: this belfry was built without hwloc" : "API " + m.hwloc,
+           "install libhwloc-dev and build belfry again; GPUs take turns among the NICs meanwhile");
   of_gpus(m, list);
   of_nics(m, list);
   of_gpu_memory(m, list);
@@ -197,10 +201,12 @@ std::vector<Finding> findings(const Machine& m) {
 
 std::vector<Distance> distances(const topology::System& system, const std::string& root) {
   std::vector<Distance> list;
+  std::optional<topology::PciDevices> devices;
   for (const topology::PciGpu& gpu : system.gpus) {
     for (const topology::RdmaDevice& nic : system.rdma) {
       if (nic.pci.empty()) continue;
-      list.push_back({gpu.pci, nic.name, topology::nearness(root, gpu.pci, nic.pci)});
+      if (!devices) devices.emplace(root);
+      list.push_back({gpu.pci, nic.name, devices->nearness(gpu.pci, nic.pci)});
     }
   }
   return list;

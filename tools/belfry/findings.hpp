@@ -40,6 +40,7 @@ struct Machine {
   std::vector<CudaGpu> gpus;
   bool asked_rdma_core = false;
   std::vector<VerbsNic> nics;
+  std::string hwloc;  // its API's version; empty: belfry was built without it
   unsigned cores = 1;
 };
 

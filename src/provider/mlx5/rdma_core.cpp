@@ -11,6 +11,7 @@
 #include <filesystem>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "belfry/mlx5/doorbell.hpp"
@@ -337,7 +338,7 @@ class RealMachine final : public Machine {
 
   Distance distance(const NicFacts& nic, int gpu) override {
     if (gpu < 0) return {};
-    const topology::Nearness far = topology::nearness("", nic.pci, memory::gpu_pci_address(gpu));
+    const topology::Nearness far = pci_devices().nearness(nic.pci, memory::gpu_pci_address(gpu));
     return {static_cast<int>(far), fmt::format("{} with GPU {}", topology::to_string(far), gpu)};
   }
 
@@ -376,6 +377,13 @@ class RealMachine final : public Machine {
   }
 
  private:
+  // Found when the first GPU asks.
+  const topology::PciDevices& pci_devices() {
+    const std::lock_guard guard(mutex_);
+    if (!pci_devices_) pci_devices_.emplace();
+    return *pci_devices_;
+  }
+
   template <class Make>
   static Attempt<FarMemory> tried(Make make) {
     try {
@@ -386,6 +394,7 @@ class RealMachine final : public Machine {
   }
 
   std::mutex mutex_;
+  std::optional<topology::PciDevices> pci_devices_;
   std::map<void*, std::weak_ptr<void>> mapped_;
 };
 
