@@ -53,3 +53,14 @@ else()
   message(STATUS "provider mlx5 will refuse: BELFRY_VERBS is OFF, or libmlx5 or infiniband/mlx5dv.h "
                  "was not found (Debian: libibverbs-dev)")
 endif()
+
+# libefa, of the same package: SRD queue pairs of provider verbs.
+find_path(BELFRY_EFADV_INCLUDE infiniband/efadv.h)
+find_library(BELFRY_EFA_LIBRARY efa)
+set(BELFRY_EFA_ENABLED OFF)
+if(BELFRY_VERBS_ENABLED AND BELFRY_EFADV_INCLUDE AND BELFRY_EFA_LIBRARY)
+  set(BELFRY_EFA_ENABLED ON)
+elseif(BELFRY_VERBS_ENABLED)
+  message(STATUS "provider verbs will refuse EFA devices: libefa or infiniband/efadv.h was not found "
+                 "(Debian: libibverbs-dev)")
+endif()

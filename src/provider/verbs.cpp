@@ -1,6 +1,7 @@
-// Provider `verbs`: reliable connections of any RDMA NIC through libibverbs, for the paths on which
-// a CPU posts. A batch is one chain of work requests of which the last is signalled. Where the
-// device has atomics, signals and atomics are its own; elsewhere the receiver's CPU applies them.
+// Provider `verbs`: reliable connections of any RDMA NIC through libibverbs, or SRD of EFA's, for
+// the paths on which a CPU posts. A batch is one chain of work requests of which the last is
+// signalled, or each where they complete in any order. Where the device has atomics, signals and
+// atomics are its own; elsewhere the receiver's CPU applies them.
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <infiniband/verbs.h>
@@ -18,9 +19,9 @@
 #include <utility>
 
 #include "provider/blob.hpp"
-#include "provider/gid.hpp"
 #include "provider/library_provider.hpp"
 #include "provider/registry.hpp"
+#include "provider/verbs_pair.hpp"
 
 namespace belfry::provider {
 namespace verbs {
@@ -34,56 +35,12 @@ constexpr std::uint64_t answer_mark = 1ull << 63;
 constexpr std::uint64_t receive_mark = 1ull << 62;
 constexpr std::uint64_t slot_mask = 0xffff;
 
-template <class T, int (*close)(T*)>
-struct Closer {
-  void operator()(T* object) const { close(object); }
-};
 using Context = std::unique_ptr<ibv_context, Closer<ibv_context, ibv_close_device>>;
 using Domain = std::unique_ptr<ibv_pd, Closer<ibv_pd, ibv_dealloc_pd>>;
 using Completions = std::unique_ptr<ibv_cq, Closer<ibv_cq, ibv_destroy_cq>>;
-using Pair = std::unique_ptr<ibv_qp, Closer<ibv_qp, ibv_destroy_qp>>;
 using Memory = std::unique_ptr<ibv_mr, Closer<ibv_mr, ibv_dereg_mr>>;
 
-[[noreturn]] void refuse_call(const char* call, int error, const std::string& remedy) {
-  throw Error(fmt::format("provider verbs, {}", call), std::strerror(error), "success", remedy);
-}
-
-// ---- settings ----
-
-// A number from the environment; throws belfry::Error that names it and its bounds.
-unsigned setting(const char* name, unsigned otherwise, unsigned most) {
-  const char* text = std::getenv(name);
-  if (text == nullptr || *text == '\0') return otherwise;
-  unsigned value = 0;
-  const char* end = text + std::strlen(text);
-  const auto [at, error] = std::from_chars(text, end, value);
-  if (error == std::errc() && at == end && value <= most) return value;
-  throw Error(fmt::format("environment variable {}", name), fmt::format("'{}'", text),
-              fmt::format("a number up to {}", most), "correct it, or unset it");
-}
-
-struct Settings {
-  unsigned service_level = setting("BELFRY_VERBS_SERVICE_LEVEL", 0, 15);
-  unsigned traffic_class = setting("BELFRY_VERBS_TRAFFIC_CLASS", 0, 255);
-  unsigned pkey_index = setting("BELFRY_VERBS_PKEY_INDEX", 0, 0xffff);
-  // 4.096 us * 2^timeout, so many times; 7 retries are without end on some devices.
-  unsigned timeout = setting("BELFRY_VERBS_TIMEOUT", 14, 31);
-  unsigned retries = setting("BELFRY_VERBS_RETRIES", 6, 7);
-};
-
 // ---- choosing a device, its port and its GID ----
-
-struct Port {
-  std::string device;
-  std::uint8_t number = 1;
-  ibv_port_attr attributes{};
-  int gid_index = -1;
-  ibv_gid gid{};
-  GidType kind = GidType::infiniband;
-  std::string lacking;  // why it cannot be used
-
-  std::string name() const { return fmt::format("{}:{}", device, number); }
-};
 
 GidType kind_of(const Port& port, int index) {
   if (port.attributes.link_layer != IBV_LINK_LAYER_ETHERNET) return GidType::infiniband;
@@ -142,6 +99,7 @@ Port look_at(ibv_context* context, std::uint8_t number) {
                                ibv_port_state_str(port.attributes.state));
   } else {
     choose_gid(context, port);
+    if (port.lacking.empty()) look_at_efa(context, port);
   }
   return port;
 }
@@ -203,20 +161,20 @@ Found find_port() {
 
 // ---- what ranks tell each other ----
 
-struct VerbsIdentity {
-  GidType kind = GidType::infiniband;
-  std::uint8_t reserved[7] = {};
-  std::uint64_t subnet = 0;  // InfiniBand; else 0
-};
-
 VerbsIdentity identity_of(const Port& port) {
   VerbsIdentity identity;
   identity.kind = port.kind;
+  identity.service = port.service;
+  if (port.service == Service::srd) return identity;  // its prefix is that of every device
   if (port.kind == GidType::infiniband) identity.subnet = port.gid.global.subnet_prefix;
   return identity;
 }
 
 std::string differing(const VerbsIdentity& a, const VerbsIdentity& b) {
+  if (a.service != b.service) {
+    const auto name = [](Service s) { return s == Service::srd ? "EFA's SRD" : "connections"; };
+    return fmt::format("{} against {} (BELFRY_VERBS_DEVICE)", name(a.service), name(b.service));
+  }
   if (a.kind != b.kind) {
     return fmt::format("{} against {} (BELFRY_VERBS_DEVICE, BELFRY_VERBS_GID_INDEX)",
                        to_string(a.kind), to_string(b.kind));
@@ -228,28 +186,7 @@ std::string differing(const VerbsIdentity& a, const VerbsIdentity& b) {
   return {};
 }
 
-struct VerbsAddress {
-  VerbsIdentity identity;
-  ibv_gid gid{};
-  std::uint16_t lid = 0;
-  std::uint16_t pkey = 0;
-  std::uint8_t mtu = 0;  // ibv_mtu
-  std::uint8_t service_level = 0;
-  std::uint8_t traffic_class = 0;
-  std::uint8_t responder_reads = 0;  // READs and atomics that it answers at once
-  std::uint8_t atomics = 0;
-  std::uint8_t signals = 0;
-  std::uint8_t reserved[6] = {};
-};
-
 unsigned mtu_bytes(std::uint8_t mtu) { return 128u << mtu; }
-
-struct QueueAddress {
-  std::uint32_t number = 0;
-  std::uint32_t token = 0;
-  std::uint32_t qpn = 0;
-  std::uint32_t psn = 0;
-};
 
 mlx5::Syndrome syndrome_of(ibv_wc_status status) {
   switch (status) {
@@ -297,9 +234,10 @@ class VerbsDevice final : public LibraryDevice {
   const ibv_device_attr& attributes() const { return attributes_; }
   ibv_context* context() const { return context_.get(); }
   ibv_pd* domain() const { return domain_.get(); }
+  bool ordered() const { return port_.service == Service::rc; }
   bool atomics() const {
-    return attributes_.atomic_cap != IBV_ATOMIC_NONE && attributes_.max_qp_rd_atom > 0 &&
-           setting("BELFRY_VERBS_ATOMICS", 1, 1) == 1;
+    return ordered() && attributes_.atomic_cap != IBV_ATOMIC_NONE &&
+           attributes_.max_qp_rd_atom > 0 && setting("BELFRY_VERBS_ATOMICS", 1, 1) == 1;
   }
   // Signals by the device's atomics need no CPU of the receiver. By its CPU a small put and its
   // signal are one message and not two; where a CPU is the device, that costs less.
@@ -310,7 +248,7 @@ class VerbsDevice final : public LibraryDevice {
   }
 
   std::string describe() const {
-    return fmt::format("{}, {}, MTU {}, {}, signals by {}", port_.name(), to_string(port_.kind),
+    return fmt::format("{}, {}, MTU {}, {}, signals by {}", port_.name(), port_.network(),
                        mtu_bytes(static_cast<std::uint8_t>(port_.attributes.active_mtu)),
                        atomics() ? "its own atomics" : "atomics by the CPUs",
                        signals() ? "its atomics" : "the CPUs");
@@ -380,6 +318,7 @@ class VerbsDevice final : public LibraryDevice {
   void detach(std::uint32_t qpn) {
     const std::lock_guard guard(lock);
     by_qpn_.erase(qpn);
+    gone_ = true;
   }
   void swaps_wanted() { swaps_wanted_ = true; }
 
@@ -397,6 +336,7 @@ class VerbsDevice final : public LibraryDevice {
   Domain domain_;
   std::vector<std::unique_ptr<CompletionQueue>> completion_queues_;
   std::unordered_map<std::uint32_t, VerbsQueue*> by_qpn_;
+  bool gone_ = false;          // a queue
   bool swaps_wanted_ = false;  // some queue has swaps to be tried again
   bool closed_ = false;
   std::uint32_t passes_ = 0;
@@ -410,7 +350,7 @@ class VerbsQueue final : public LibraryQueue {
       : LibraryQueue(verbs, config,
                      {.message_bytes = verbs->signals() ? 0 : message_payload,
                       .inline_bytes = message_payload,
-                      .ordered = true,
+                      .ordered = verbs->ordered(),
                       .atomics = verbs->atomics(),
                       .signals = verbs->signals()}),
         verbs_(verbs) {
@@ -420,20 +360,21 @@ class VerbsQueue final : public LibraryQueue {
     if (sends > static_cast<std::uint32_t>(verbs->attributes().max_qp_wr)) {
       refuse_depth(sends);
     }
-    cq_ = verbs->completion_queue(sends + receive_slots);
-    ibv_qp_init_attr wanted{};
-    wanted.send_cq = wanted.recv_cq = cq_.get();
-    wanted.cap = {sends, receive_slots, 1, 1, sizeof(Message)};
-    wanted.qp_type = IBV_QPT_RC;
-    qp_.reset(ibv_create_qp(verbs->domain(), &wanted));
-    if (qp_ == nullptr) {
-      // Some devices carry nothing inline.
-      wanted.cap.max_inline_data = 0;
-      qp_.reset(ibv_create_qp(verbs->domain(), &wanted));
-    }
-    if (qp_ == nullptr) refuse_call("ibv_create_qp", errno, "lower the option queue_depth");
-    inline_ = wanted.cap.max_inline_data;
-    messages_.resize(depth + answer_slots + receive_slots);
+    // Each of the peer's entries takes a receive where the transport has no order, and each answer
+    // to one of ours: it never finds none.
+    receives_ = verbs->ordered() ? receive_slots : 2 * depth;
+    cq_ = verbs->completion_queue(sends + receives_);
+    const PairConfig wanted{.domain = verbs->domain(),
+                            .cq = cq_.get(),
+                            .port = verbs->port(),
+                            .settings = verbs->settings(),
+                            .mine = verbs->address(),
+                            .token = token(),
+                            .sends = sends,
+                            .receives = receives_,
+                            .inline_bytes = sizeof(Message)};
+    qp_ = verbs->ordered() ? make_rc_pair(wanted) : make_srd_pair(wanted);
+    messages_.resize(depth + answer_slots + receives_);
     messages_mr_ = verbs->register_with(messages_.data(), messages_.size() * sizeof(Message),
                                         IBV_ACCESS_LOCAL_WRITE);
     results_mr_ = verbs->register_with(results(), config.result_slots * sizeof(std::uint64_t),
@@ -445,11 +386,13 @@ class VerbsQueue final : public LibraryQueue {
   }
 
   ~VerbsQueue() override {
-    verbs_->detach(qp_->qp_num);
+    verbs_->detach(qp_->number());
     leave();
   }
 
-  Blob address() const override { return blob_of(QueueAddress{number(), token(), qp_->qp_num, 0}); }
+  Blob address() const override {
+    return blob_of(QueueAddress{number(), token(), qp_->number(), 0});
+  }
 
   void connect(std::span<const std::byte> remote_device,
                std::span<const std::byte> remote_queue) override;
@@ -462,11 +405,7 @@ class VerbsQueue final : public LibraryQueue {
     fail(completed(), mlx5::Syndrome::local_qp_operation, 0,
          "ibv_poll_cq failed: the completion queue is broken");
   }
-  void stop() {
-    ibv_qp_attr attributes{};
-    attributes.qp_state = IBV_QPS_ERR;
-    (void)ibv_modify_qp(qp_.get(), &attributes, IBV_QP_STATE);
-  }
+  void stop() { qp_->stop(); }
 
  private:
   static bool loops(const Entry& e) {
@@ -482,7 +421,6 @@ class VerbsQueue final : public LibraryQueue {
   std::uint64_t index_of(std::uint64_t wr_id) const {
     return completed() + ((wr_id - completed()) & ~(answer_mark | receive_mark));
   }
-  void modify(ibv_qp_attr& attributes, int mask, const char* state);
   std::uint64_t issue(std::uint64_t first, std::uint64_t end) override;
   void describe(std::uint64_t index, ibv_send_wr& request, ibv_sge& piece);
   void entries_done(std::uint64_t end);
@@ -493,8 +431,9 @@ class VerbsQueue final : public LibraryQueue {
   std::vector<Message> messages_;  // as posted; answers; received
   Memory messages_mr_, results_mr_;
   std::shared_ptr<ibv_cq> cq_;
-  Pair qp_;
-  std::uint32_t inline_ = 0;
+  std::unique_ptr<QueuePair> qp_;
+  std::uint32_t receives_ = 0;
+  std::uint32_t remote_ = 0;  // the peer's queue
   std::vector<ibv_send_wr> batch_;
   std::vector<ibv_sge> pieces_;
   std::uint64_t local_ = 0;           // the device is done with the entries below, but for swaps
@@ -502,13 +441,6 @@ class VerbsQueue final : public LibraryQueue {
   std::uint32_t answers_ = 0;         // slots in use, a bit each
   static_assert(answer_slots <= 32);
 };
-
-void VerbsQueue::modify(ibv_qp_attr& attributes, int mask, const char* state) {
-  if (const int error = ibv_modify_qp(qp_.get(), &attributes, mask); error != 0) {
-    refuse_call(fmt::format("queue pair to {}", state).c_str(), error,
-                "see `ibv_devinfo -v` on both hosts: GIDs, pkeys, link layer");
-  }
-}
 
 void VerbsQueue::connect(std::span<const std::byte> remote_device,
                          std::span<const std::byte> remote_queue) {
@@ -527,55 +459,17 @@ void VerbsQueue::connect(std::span<const std::byte> remote_device,
                 fmt::format("by {} here, by {} there", by(mine.signals), by(peer.signals)),
                 "the same", "set BELFRY_VERBS_SIGNALS=0 on every rank");
   }
-  const Settings& s = verbs_->settings();
-  const Port& port = verbs_->port();
-  ibv_qp_attr a{};
-  a.qp_state = IBV_QPS_INIT;
-  a.pkey_index = static_cast<std::uint16_t>(s.pkey_index);
-  a.port_num = port.number;
-  a.qp_access_flags = IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
-  if (verbs_->atomics()) a.qp_access_flags |= IBV_ACCESS_REMOTE_ATOMIC;
-  modify(a, IBV_QP_STATE | IBV_QP_PKEY_INDEX | IBV_QP_PORT | IBV_QP_ACCESS_FLAGS, "INIT");
+  qp_->initialise();
   {
     const std::lock_guard guard(verbs_->lock);
-    for (std::uint32_t slot = 0; slot < receive_slots; ++slot) {
+    for (std::uint32_t slot = 0; slot < receives_; ++slot) {
       if (!post_receive(slot)) refuse_call("ibv_post_recv", errno, "see `ibv_devinfo -v`");
     }
+    remote_ = queue.number;
     connect_to(queue.number, queue.token);
-    verbs_->attach(qp_->qp_num, this);  // before any completion can come
+    verbs_->attach(qp_->number(), this);  // before any completion can come
   }
-  a = {};
-  a.qp_state = IBV_QPS_RTR;
-  a.path_mtu = static_cast<ibv_mtu>(std::min(mine.mtu, peer.mtu));
-  a.dest_qp_num = queue.qpn;
-  a.rq_psn = queue.psn;
-  a.max_dest_rd_atomic = mine.responder_reads;
-  a.min_rnr_timer = 12;
-  a.ah_attr.port_num = port.number;
-  a.ah_attr.sl = static_cast<std::uint8_t>(s.service_level);
-  a.ah_attr.dlid = peer.lid;
-  if (port.kind != GidType::infiniband || (port.attributes.flags & IBV_QPF_GRH_REQUIRED) != 0) {
-    a.ah_attr.is_global = 1;
-    a.ah_attr.grh.dgid = peer.gid;
-    a.ah_attr.grh.sgid_index = static_cast<std::uint8_t>(port.gid_index);
-    a.ah_attr.grh.hop_limit = 64;
-    a.ah_attr.grh.traffic_class = static_cast<std::uint8_t>(s.traffic_class);
-  }
-  modify(a,
-         IBV_QP_STATE | IBV_QP_AV | IBV_QP_PATH_MTU | IBV_QP_DEST_QPN | IBV_QP_RQ_PSN |
-             IBV_QP_MAX_DEST_RD_ATOMIC | IBV_QP_MIN_RNR_TIMER,
-         "RTR");
-  a = {};
-  a.qp_state = IBV_QPS_RTS;
-  a.timeout = static_cast<std::uint8_t>(s.timeout);
-  a.retry_cnt = static_cast<std::uint8_t>(s.retries);
-  a.rnr_retry = 7;  // without end: the peer's receive buffers come back when it looks
-  a.sq_psn = 0;
-  a.max_rd_atomic = std::min(mine.responder_reads, peer.responder_reads);
-  modify(a,
-         IBV_QP_STATE | IBV_QP_TIMEOUT | IBV_QP_RETRY_CNT | IBV_QP_RNR_RETRY | IBV_QP_SQ_PSN |
-             IBV_QP_MAX_QP_RD_ATOMIC,
-         "RTS");
+  qp_->connect(peer, queue);
 }
 
 bool VerbsQueue::post_receive(std::uint32_t slot) {
@@ -585,8 +479,7 @@ bool VerbsQueue::post_receive(std::uint32_t slot) {
   request.wr_id = receive_mark | slot;
   request.sg_list = &piece;
   request.num_sge = 1;
-  ibv_recv_wr* bad = nullptr;
-  return ibv_post_recv(qp_.get(), &request, &bad) == 0;
+  return qp_->post_receive(request) == 0;
 }
 
 // One entry as a work request, unsignalled and alone.
@@ -598,7 +491,7 @@ void VerbsQueue::describe(std::uint64_t index, ibv_send_wr& request, ibv_sge& pi
   request.num_sge = 1;
   const auto carry = [&](const void* data, std::uint32_t bytes) {
     // What rides inline is read now; the rest must stay until the device has read it.
-    if (bytes <= inline_) request.send_flags |= IBV_SEND_INLINE;
+    if (bytes <= qp_->inline_bytes()) request.send_flags |= IBV_SEND_INLINE;
     Message& kept = messages_[index & (entries().size() - 1)];
     std::memcpy(&kept, data, bytes);
     piece = {reinterpret_cast<std::uint64_t>(&kept), bytes, messages_mr_->lkey};
@@ -617,7 +510,10 @@ void VerbsQueue::describe(std::uint64_t index, ibv_send_wr& request, ibv_sge& pi
     piece = {reinterpret_cast<std::uint64_t>(results() + e.result_slot), 8, results_mr_->lkey};
     return;
   }
-  request.opcode = e.kind == Entry::Kind::read ? IBV_WR_RDMA_READ : IBV_WR_RDMA_WRITE;
+  request.opcode = e.kind == Entry::Kind::read ? IBV_WR_RDMA_READ
+                   : verbs_->ordered()         ? IBV_WR_RDMA_WRITE
+                                               : IBV_WR_RDMA_WRITE_WITH_IMM;
+  if (!verbs_->ordered()) request.imm_data = htobe32(immediate_of(remote_, e.sequence));
   request.wr.rdma.remote_addr = e.remote.address;
   request.wr.rdma.rkey = e.remote.rkey;
   if (e.carried) return carry(e.message.payload, e.bytes);
@@ -631,14 +527,14 @@ std::uint64_t VerbsQueue::issue(std::uint64_t first, std::uint64_t end) {
     if (entry(i).kind == Entry::Kind::nothing) continue;
     describe(i, batch_[count], pieces_[count]);
     if (count != 0) batch_[count - 1].next = &batch_[count];
-    // Whether a swap has to be tried again, its own completion says.
-    if (loops(entry(i))) batch_[count].send_flags |= IBV_SEND_SIGNALED;
+    // Whether a swap has to be tried again, its own completion says; and without order each one's.
+    if (loops(entry(i)) || !verbs_->ordered()) batch_[count].send_flags |= IBV_SEND_SIGNALED;
     ++count;
   }
   if (count == 0) return end - first;
   batch_[count - 1].send_flags |= IBV_SEND_SIGNALED;
   ibv_send_wr* bad = nullptr;
-  const int error = ibv_post_send(qp_.get(), batch_.data(), &bad);
+  const int error = qp_->post(batch_.data(), &bad);
   if (error == 0) {
     announced();
     return end - first;
@@ -646,7 +542,7 @@ std::uint64_t VerbsQueue::issue(std::uint64_t first, std::uint64_t end) {
   if (error == ENOMEM && bad == batch_.data()) return 0;  // no room now
   // The ring was made large enough: a part that was taken cannot be, nor any other error.
   fail(bad == nullptr ? first : index_of(bad->wr_id), mlx5::Syndrome::local_qp_operation,
-       static_cast<std::uint32_t>(error), fmt::format("ibv_post_send: {}", std::strerror(error)));
+       static_cast<std::uint32_t>(error), fmt::format("posting: {}", std::strerror(error)));
   return 0;
 }
 
@@ -662,9 +558,9 @@ bool VerbsQueue::send_answer(const Message& message) {
   request.num_sge = 1;
   request.opcode = IBV_WR_SEND;
   request.send_flags = IBV_SEND_SIGNALED;
-  if (sizeof(Message) <= inline_) request.send_flags |= IBV_SEND_INLINE;
+  if (sizeof(Message) <= qp_->inline_bytes()) request.send_flags |= IBV_SEND_INLINE;
   ibv_send_wr* bad = nullptr;
-  const int error = ibv_post_send(qp_.get(), &request, &bad);
+  const int error = qp_->post(&request, &bad);
   if (error == ENOMEM) return false;
   if (error == 0) answers_ |= 1u << slot;
   return true;
@@ -680,15 +576,19 @@ void VerbsQueue::entries_done(std::uint64_t end) {
 }
 
 void VerbsQueue::take(const ibv_wc& wc) {
-  if (wc.status != IBV_WC_SUCCESS) {
+  const bool is_answer = (wc.wr_id & answer_mark) != 0;
+  if (is_answer) answers_ &= ~(1u << (wc.wr_id & slot_mask));
+  // Where nothing is connected, who can no longer be answered is missed by whoever waits for it.
+  if (is_answer && !verbs_->ordered()) return;
+  if (const ibv_wc_status status = qp_->status_of(wc); status != IBV_WC_SUCCESS) {
     const bool is_entry = (wc.wr_id & (answer_mark | receive_mark)) == 0;
     const std::string text =
         fmt::format("{}, vendor error 0x{:x}", ibv_wc_status_str(wc.status), wc.vendor_err);
     const std::uint64_t index = is_entry ? index_of(wc.wr_id) : completed();
-    const bool gone = wc.status == IBV_WC_RETRY_EXC_ERR || wc.status == IBV_WC_WR_FLUSH_ERR ||
-                      wc.status == IBV_WC_RNR_RETRY_EXC_ERR;
+    const bool gone = status == IBV_WC_RETRY_EXC_ERR || status == IBV_WC_WR_FLUSH_ERR ||
+                      status == IBV_WC_RNR_RETRY_EXC_ERR;
     if (gone) return lost(wc.vendor_err, text);
-    return fail(index, syndrome_of(wc.status), wc.vendor_err, text);
+    return fail(index, syndrome_of(status), wc.vendor_err, text);
   }
   if ((wc.wr_id & receive_mark) != 0) {
     const auto slot = static_cast<std::uint32_t>(wc.wr_id & slot_mask);
@@ -697,14 +597,16 @@ void VerbsQueue::take(const ibv_wc& wc) {
       return fail(completed(), mlx5::Syndrome::local_qp_operation, 0,
                   fmt::format("ibv_post_recv: {}", std::strerror(errno)));
     }
-    if (wc.byte_len == sizeof(Message)) verbs_->received(message);
+    if ((wc.wc_flags & IBV_WC_WITH_IMM) != 0) {
+      verbs_->written(be32toh(wc.imm_data));
+    } else if (wc.byte_len == sizeof(Message)) {
+      verbs_->received(message);
+    }
     return;
   }
-  if ((wc.wr_id & answer_mark) != 0) {
-    answers_ &= ~(1u << (wc.wr_id & slot_mask));
-    return;
-  }
+  if (is_answer) return;
   const std::uint64_t index = index_of(wc.wr_id);
+  if (!verbs_->ordered()) return locally_complete(index, index + 1);
   Entry& e = entry(index);
   if (!loops(e)) return entries_done(index + 1);
   if (!reached(local_, index + 1)) entries_done(index + 1);
@@ -722,7 +624,7 @@ bool VerbsQueue::try_swaps() {
     describe(swaps_.back(), request, piece);
     request.send_flags |= IBV_SEND_SIGNALED;
     ibv_send_wr* bad = nullptr;
-    if (ibv_post_send(qp_.get(), &request, &bad) != 0) break;
+    if (qp_->post(&request, &bad) != 0) break;
     swaps_.pop_back();
   }
   return !swaps_.empty();
@@ -757,7 +659,8 @@ bool VerbsDevice::take_completions() {
   for (const auto& queue : completion_queues_) {
     std::array<ibv_wc, completions_per_poll> found;
     const int count = ibv_poll_cq(queue->cq.get(), completions_per_poll, found.data());
-    if (count < 0) {
+    // To EFA's library a completion of a queue pair that is gone is an error, and taken off.
+    if (count < 0 && (ordered() || !gone_)) {
       for (const auto& [qpn, q] : by_qpn_) q->broken();
     }
     for (int i = 0; i < count; ++i) {
@@ -819,6 +722,22 @@ class VerbsProvider final : public LibraryProvider<VerbsDevice, VerbsQueue> {
 };
 
 }  // namespace
+
+void refuse_call(const char* call, int error, const std::string& remedy) {
+  throw Error(fmt::format("provider verbs, {}", call), std::strerror(error), "success", remedy);
+}
+
+unsigned setting(const char* name, unsigned otherwise, unsigned most) {
+  const char* text = std::getenv(name);
+  if (text == nullptr || *text == '\0') return otherwise;
+  unsigned value = 0;
+  const char* end = text + std::strlen(text);
+  const auto [at, error] = std::from_chars(text, end, value);
+  if (error == std::errc() && at == end && value <= most) return value;
+  throw Error(fmt::format("environment variable {}", name), fmt::format("'{}'", text),
+              fmt::format("a number up to {}", most), "correct it, or unset it");
+}
+
 }  // namespace verbs
 
 std::string probe_verbs() { return verbs::find_port().lacking; }
@@ -826,7 +745,7 @@ std::string probe_verbs() { return verbs::find_port().lacking; }
 std::string describe_verbs() {
   const verbs::Found found = verbs::find_port();
   if (!found.lacking.empty()) return {};
-  return fmt::format("{}, {}", found.port.name(), to_string(found.port.kind));
+  return fmt::format("{}, {}", found.port.name(), found.port.network());
 }
 
 Blob identify_verbs() { return blob_of(verbs::identity_of(verbs::find_port().port)); }

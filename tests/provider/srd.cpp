@@ -1,0 +1,286 @@
+// Provider verbs on an EFA device that is a model: puts and signals over SRD, which has no order,
+// and what is said of devices that will not do.
+#include <gtest/gtest.h>
+
+#include <array>
+#include <chrono>
+#include <cstring>
+
+#include "belfry/device/operation.hpp"
+#include "belfry/simt.hpp"
+#include "provider/efa_model.hpp"
+#include "provider/message.hpp"
+#include "provider/registry.hpp"
+
+namespace belfry::provider {
+namespace {
+
+using conformance::Random;
+
+EfaModel& model() { return EfaModel::instance(); }
+
+// Two ranks in this process, each with a device, a window and queues to the other.
+class Ranks {
+ public:
+  static constexpr std::uint64_t window_bytes = 1 << 18;
+  static constexpr std::uint64_t signal_at = window_bytes - 8;
+
+  explicit Ranks(std::uint64_t seed, std::uint32_t depth = 16, std::uint64_t first = 0,
+                 int queues = 1) {
+    model().begin(seed);
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      Options options;
+      options.label = "rank " + std::to_string(rank);
+      provider[rank] = open_verbs(options);
+      window[rank].resize(window_bytes / 8);
+      keys[rank] =
+          provider[rank]->register_memory(window[rank].data(), window_bytes, nullptr, true);
+      for (int i = 0; i < queues; ++i) {
+        QueueConfig config;
+        config.depth = depth;
+        config.first_index = first;
+        config.peer = 1 - static_cast<int>(rank);
+        config.counters = counters.data();
+        config.error = &error[rank];
+        queue[rank].push_back(provider[rank]->create_queue(config));
+      }
+    }
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      for (std::size_t i = 0; i < queue[rank].size(); ++i) {
+        queue[rank][i]->connect(provider[1 - rank]->address(), queue[1 - rank][i]->address());
+      }
+    }
+  }
+
+  ~Ranks() {
+    for (std::size_t rank = 0; rank < 2; ++rank) {
+      queue[rank].clear();
+      provider[rank]->deregister(keys[rank].lkey);
+    }
+  }
+  Ranks(const Ranks&) = delete;
+  Ranks& operator=(const Ranks&) = delete;
+
+  std::byte* bytes(std::size_t rank) { return reinterpret_cast<std::byte*>(window[rank].data()); }
+  std::uint64_t signal() { return load<Order::acquire, Scope::system>(&window[1][signal_at / 8]); }
+
+  // Of rank 0, to rank 1's window; all of it is posted, as a proxy does.
+  std::uint64_t post(const queue::Command& c, std::uint64_t dst, std::uint64_t src) {
+    post::Resolved r;
+    r.remote = {keys[1].address + dst, keys[1].rkey};
+    r.local = {keys[0].address + src, keys[0].lkey};
+    r.signal = {keys[1].address + signal_at, keys[1].rkey};
+    std::uint64_t done = 0, end = 0;
+    EXPECT_TRUE(until([&] {
+      if (queue[0][0]->post(c, r, done, end)) return true;
+      queue[0][0]->ring();
+      return false;
+    }));
+    return end;
+  }
+  void complete(std::uint64_t end) {
+    EXPECT_TRUE(until([&] {
+      queue[0][0]->poll();
+      return queue[0][0]->complete(end);
+    }));
+  }
+  // Both ranks look at their devices until `is`; false after 20 s.
+  template <class Is>
+  bool until(Is&& is) {
+    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+    while (!is()) {
+      simt::yield();
+      if (std::chrono::steady_clock::now() > end) return false;
+    }
+    return true;
+  }
+
+  std::array<std::vector<std::uint64_t>, 2> window;
+  std::array<std::uint64_t, 16> counters{};
+  std::array<ErrorRecord, 2> error{};
+  std::array<std::unique_ptr<Provider>, 2> provider;
+  std::array<Registration, 2> keys;
+  std::array<std::vector<std::unique_ptr<Queue>>, 2> queue;
+};
+
+class Srd : public testing::Test {
+ protected:
+  void TearDown() override {
+    EXPECT_EQ(model().faults(), std::vector<std::string>{});
+    EXPECT_EQ(model().live(), 0u);
+    model().facts = {};
+    model().full = 0;
+  }
+};
+
+TEST_F(Srd, puts_and_signals_arrive_complete_in_order_and_once) {
+  EfaModel::Counts all;
+  for (const std::uint64_t first : {0ull, (1ull << sequence_bits) - 3, ~0ull - 2}) {
+    for (std::uint64_t seed = 1; seed <= 40; ++seed) {
+      model().full = seed % 3 == 0 ? 40 : 0;
+      Ranks ranks(seed, seed % 2 == 0 ? 4 : 16, first);
+      constexpr std::uint64_t stride = 4000;
+      std::uint64_t end = 0;
+      for (std::uint64_t i = 1; i <= 60; ++i) {
+        // Large and small: some by writes, some in messages with their signal.
+        const std::uint64_t bytes = i % 3 == 0 ? stride : i % 3 == 1 ? 40 : 8;
+        std::memset(ranks.bytes(0) + i * stride, static_cast<int>(i), stride);
+        end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, bytes, signal_inc{0}, counter_inc{3}),
+                         i * stride, i * stride);
+        ranks.queue[0][0]->ring();
+        // A strong signal covers every byte before it, at any moment.
+        const auto check = [&] {
+          const std::uint64_t seen = ranks.signal();
+          for (std::uint64_t k = 1; k <= seen; ++k) {
+            const std::uint64_t last = k % 3 == 0 ? stride : k % 3 == 1 ? 40 : 8;
+            ASSERT_EQ(std::to_integer<unsigned>(ranks.bytes(1)[k * stride]), k);
+            ASSERT_EQ(std::to_integer<unsigned>(ranks.bytes(1)[k * stride + last - 1]), k);
+          }
+        };
+        check();
+        if (i % 7 == 0) ranks.complete(end);
+        check();
+      }
+      ranks.complete(end);
+      EXPECT_EQ(ranks.signal(), 60u);
+      EXPECT_EQ(ranks.counters[3], 60u);
+      EXPECT_EQ(ranks.error[0].state, 0u);
+      const EfaModel::Counts counts = model().counts();
+      all.overtaken += counts.overtaken;
+      all.late += counts.late;
+      all.full += counts.full;
+      all.writes += counts.writes;
+    }
+  }
+  // The model is worth something only where it disturbs.
+  EXPECT_GT(all.overtaken, 1000u);
+  EXPECT_GT(all.late, 1000u);
+  EXPECT_GT(all.full, 100u);
+  EXPECT_EQ(all.writes, 3u * 40u * 40u);
+}
+
+TEST_F(Srd, eight_bytes_with_a_signal_do_not_overtake_a_large_put) {
+  Ranks ranks(3);
+  std::memset(ranks.bytes(0), 0x5a, 200'000);
+  ranks.post(op::put(Place{1, 0}, Place{1, 0}, 200'000), 0, 0);
+  const std::uint64_t end =
+      ranks.post(op::put(Place{1, 0}, Place{1, 0}, 8, signal_inc{0}), 210'000, 0);
+  ranks.queue[0][0]->ring();
+  EXPECT_TRUE(ranks.until([&] { return ranks.signal() != 0; }));
+  for (std::size_t i = 0; i < 200'000; ++i) {
+    ASSERT_EQ(std::to_integer<int>(ranks.bytes(1)[i]), 0x5a) << i;
+  }
+  ranks.complete(end);
+}
+
+TEST_F(Srd, a_receiver_that_does_not_look_is_ready_for_all_that_its_peer_can_send) {
+  Ranks ranks(7, 128);
+  std::uint64_t end = 0;
+  for (std::uint64_t i = 0; i < 64; ++i) {
+    end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, 100, signal_inc{0}), i * 100, i * 100);
+  }
+  ranks.queue[0][0]->ring();
+  model().run(10'000);
+  EXPECT_EQ(model().counts().writes, 64u);
+  EXPECT_EQ(model().counts().messages, 64u);
+  ranks.complete(end);
+  EXPECT_EQ(ranks.signal(), 64u);
+}
+
+TEST_F(Srd, gets_and_atomics_complete_with_their_values) {
+  Ranks ranks(4);
+  for (std::uint64_t i = 0; i < 5000; ++i) ranks.window[1][i] = i;
+  queue::Command add = op::fetch_add(Place{1, 0}, 5);
+  add.result_slot = 2;
+  ranks.post(op::get(Place{1, 0}, Place{1, 0}, 40'000), 0, 80'000);
+  ranks.post(add, 8 * 4000, 0);
+  const std::uint64_t end = ranks.post(add, 8 * 4000, 0);
+  ranks.queue[0][0]->ring();
+  ranks.complete(end);
+  EXPECT_EQ(ranks.window[1][4000], 4010u);
+  EXPECT_EQ(std::memcmp(ranks.bytes(0) + 80'000, ranks.bytes(1), 8 * 4000), 0);
+  EXPECT_EQ(model().counts().reads, 1u);
+}
+
+TEST_F(Srd, a_put_to_memory_that_is_not_registered_fails_and_touches_nothing) {
+  Ranks ranks(5);
+  ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), Ranks::window_bytes - 100, 0);
+  ranks.queue[0][0]->ring();
+  EXPECT_TRUE(
+      ranks.until([&] { return load<Order::acquire, Scope::system>(&ranks.error[0].state) == 2; }));
+  EXPECT_EQ(ranks.error[0].peer, 1);
+  EXPECT_EQ(ranks.error[0].syndrome, static_cast<std::uint32_t>(mlx5::Syndrome::remote_access));
+}
+
+TEST_F(Srd, a_peer_whose_queue_is_gone_is_named) {
+  Ranks ranks(6);
+  ranks.queue[1].clear();
+  ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), 0, 0);
+  ranks.queue[0][0]->ring();
+  EXPECT_TRUE(
+      ranks.until([&] { return load<Order::acquire, Scope::system>(&ranks.error[0].state) == 2; }));
+  EXPECT_EQ(ranks.error[0].peer, 1);
+  EXPECT_EQ(ranks.error[0].syndrome, static_cast<std::uint32_t>(mlx5::Syndrome::retry_exceeded));
+}
+
+TEST_F(Srd, completions_of_a_queue_that_is_gone_disturb_no_other) {
+  std::uint64_t orphans = 0;
+  for (std::uint64_t seed = 1; seed <= 20; ++seed) {
+    Ranks ranks(seed, 16, 0, 2);
+    std::uint64_t end = 0;
+    for (std::uint64_t i = 0; i < 12; ++i) {
+      end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, 100, signal_inc{0}), i * 100, i * 100);
+    }
+    ranks.queue[0][0]->ring();
+    for (int turn = 0; turn < 3; ++turn) simt::yield();
+    // The second is driven on, the first leaves with what it has under way.
+    std::swap(ranks.queue[0][0], ranks.queue[0][1]);
+    ranks.queue[0].pop_back();
+    end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, 5000), 100'000, 0);
+    ranks.queue[0][0]->ring();
+    ranks.complete(end);
+    EXPECT_EQ(ranks.error[0].state, 0u) << seed;
+    orphans += model().counts().orphans;
+  }
+  EXPECT_GT(orphans, 0u);
+}
+
+TEST_F(Srd, a_device_that_will_not_do_is_refused_with_the_remedy) {
+  const auto expect_in = [](const std::string& text, std::initializer_list<const char*> parts) {
+    for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
+  };
+  EXPECT_EQ(probe_verbs(), "");
+  EXPECT_EQ(describe_verbs(), "efa_model:1, EFA's SRD");
+  model().facts.writes = false;
+  expect_in(probe_verbs(), {"efa_model:1", "an RDMA read and no RDMA write", "rdma-core 46",
+                            "BELFRY_PROVIDER=fabric"});
+  EXPECT_THROW(open_verbs(Options{}), Error);
+  model().facts.reads = false;
+  expect_in(probe_verbs(), {"no RDMA read and no RDMA write"});
+  model().facts = {};
+  model().facts.most_at_once = 1 << 20;
+  expect_in(probe_verbs(), {"moves 1048576 bytes at most at once, and 1073741824 are needed"});
+}
+
+TEST_F(Srd, a_queue_deeper_than_the_device_is_an_error_that_names_the_option) {
+  const auto provider = open_verbs(Options{});
+  QueueConfig config;
+  config.depth = 8192;
+  try {
+    provider->create_queue(config);
+    FAIL();
+  } catch (const Error& e) {
+    EXPECT_NE(std::string(e.what()).find("queue_depth"), std::string::npos) << e.what();
+  }
+}
+
+TEST_F(Srd, its_ranks_and_those_with_connections_do_not_reach_each_other) {
+  const Blob srd = identify_verbs();
+  model().facts.efa = false;
+  const Blob connections = identify_verbs();
+  EXPECT_EQ(verbs_differs(srd, srd), "");
+  EXPECT_EQ(verbs_differs(srd, connections), "EFA's SRD against connections (BELFRY_VERBS_DEVICE)");
+}
+
+}  // namespace
+}  // namespace belfry::provider
