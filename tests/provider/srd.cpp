@@ -84,13 +84,13 @@ class Ranks {
       return queue[0][0]->complete(end);
     }));
   }
-  // Both ranks look at their devices until `is`; false after 20 s.
+  // Both ranks look at their devices until `is`; false after `limit`, and once a test has failed.
   template <class Is>
-  bool until(Is&& is) {
-    const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  bool until(Is&& is, std::chrono::milliseconds limit = std::chrono::seconds(20)) {
+    const auto end = std::chrono::steady_clock::now() + limit;
     while (!is()) {
       simt::yield();
-      if (std::chrono::steady_clock::now() > end) return false;
+      if (std::chrono::steady_clock::now() > end || testing::Test::HasFailure()) return false;
     }
     return true;
   }
@@ -221,6 +221,19 @@ TEST_F(Srd, a_peer_whose_queue_is_gone_is_named) {
       ranks.until([&] { return load<Order::acquire, Scope::system>(&ranks.error[0].state) == 2; }));
   EXPECT_EQ(ranks.error[0].peer, 1);
   EXPECT_EQ(ranks.error[0].syndrome, static_cast<std::uint32_t>(mlx5::Syndrome::retry_exceeded));
+}
+
+TEST_F(Srd, a_peer_that_leaves_before_it_is_answered_is_no_failure) {
+  Ranks ranks(8);
+  ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), 0, 0);
+  ranks.queue[0][0]->ring();
+  model().run(1000);
+  ranks.queue[0].clear();
+  // Longer than the news of a lost connection is held back.
+  EXPECT_FALSE(
+      ranks.until([&] { return load<Order::acquire, Scope::system>(&ranks.error[1].state) != 0; },
+                  std::chrono::milliseconds(700)));
+  EXPECT_EQ(std::memcmp(ranks.bytes(0), ranks.bytes(1), 4096), 0);
 }
 
 TEST_F(Srd, completions_of_a_queue_that_is_gone_disturb_no_other) {
