@@ -176,9 +176,8 @@ void Comm::Implementation::find_providers() {
     }
     // Looking for them takes a while, and on one host a drivable one reaches everybody.
     if (!wished && !named && !factory.device_queues && drivable && one_host) return;
-    const std::string lacking = options.gpu >= 0 && !factory.gpu_memory
-                                    ? "it does not reach the memory of a GPU"
-                                    : factory.probe();
+    std::string lacking = options.gpu >= 0 ? factory.lacks_for_gpus() : "";
+    if (lacking.empty()) lacking = factory.probe();
     if (lacking.empty()) {
       mine.nics.push_back({factory.name, factory.device_queues, factory.identify(), {}});
       drivable = drivable || factory.device_queues;

@@ -106,8 +106,7 @@ void Comm::Implementation::test_connections() {
   }
   // And from there to here.
   const auto word = [&](std::uint64_t offset) {
-    return load<Order::acquire, Scope::system>(
-        reinterpret_cast<const std::uint64_t*>(static_cast<std::byte*>(control.data()) + offset));
+    return read_word(view.local_signals + offset / 8);
   };
   for (int peer = 0; peer < ranks; ++peer) {
     const std::uint64_t wanted = queues[static_cast<std::size_t>(peer)];

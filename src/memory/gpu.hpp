@@ -156,6 +156,12 @@ GpuAbilities gpu_abilities(int device);
 std::string export_dmabuf(int device, void* address, std::size_t bytes, int& fd,
                           std::uint64_t& offset);
 
+// For whom neither that nor peermem works.
+inline constexpr const char* gpu_memory_remedy =
+    "install the open kernel modules of the NVIDIA driver (dmabuf), or modprobe nvidia-peermem; "
+    "see "
+    "`belfry doctor`";
+
 // Makes a page of a device's registers reachable for kernels of every GPU of this process. Returns
 // why it could not be done, or an empty string. unmap_registers() undoes it.
 std::string map_registers(void* page, std::size_t bytes, void*& for_kernels);

@@ -673,6 +673,11 @@ std::string fabric_differs(const Blob& a, const Blob& b) {
                            value_of<fabric::FabricIdentity>(b, "identity of a libfabric device"));
 }
 
+std::string fabric_lacks_for_gpus() {
+  return "its signals and small puts are applied by the receiver's CPU, which does not reach the "
+         "memory of a GPU: use provider mlx5, or verbs on a device with atomics";
+}
+
 std::unique_ptr<Provider> open_fabric(const Options& options) {
   return std::make_unique<fabric::FabricProvider>(options);
 }

@@ -39,6 +39,7 @@ class LibraryDevice {
     // A connection with something under way from which nothing has come for so long is lost.
     std::chrono::nanoseconds patience = std::chrono::seconds(20);
     std::uint32_t queues = 1;  // that will be created, at most
+    std::int32_t gpu = -1;     // whose memory windows are in; -1: the host's
   };
   explicit LibraryDevice(Config config);
   virtual ~LibraryDevice() = default;

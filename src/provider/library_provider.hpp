@@ -18,8 +18,8 @@ template <class Device, class DeviceQueue>
 class LibraryProvider : public Provider {
  public:
   LibraryProvider(const char* name, const Options& options)
-      : device_(std::make_shared<Device>(
-            LibraryDevice::Config{name, options.label, options.patience, options.queues})) {
+      : device_(std::make_shared<Device>(LibraryDevice::Config{
+            name, options.label, options.patience, options.queues, options.gpu})) {
     device_->start();
   }
   ~LibraryProvider() override { device_->stop(); }

@@ -144,10 +144,11 @@ struct Factory {
   const char* name;
   const char* what;  // "rdma-core with DEVX: ConnectX-6 Dx and later"
   bool device_queues;
-  bool gpu_memory;  // reaches the memory of a GPU, and puts the queues there that a GPU drives
   // Empty when it can work here; else what is missing and how to get it.
   std::string (*probe)();
   std::unique_ptr<Provider> (*open)(const Options& options);
+  // Empty when it reaches the memory of a GPU too, and puts the queues there that a GPU drives.
+  std::string (*lacks_for_gpus)();
   // The rest only where probe() finds nothing missing. The device that open() would take, for
   // people; and what other ranks must know of it to tell whether they reach it.
   std::string (*device)();

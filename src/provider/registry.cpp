@@ -7,14 +7,18 @@
 namespace belfry::provider {
 namespace {
 
+std::string lacks_cuda() {
+  return BELFRY_WITH_CUDA != 0 ? "" : "this belfry was built without CUDA: build it where nvcc is";
+}
+
 constexpr Factory absent(const char* name, const char* what, bool device_queues,
                          std::string (*why)()) {
   return {name,
           what,
           device_queues,
-          false,
           why,
           [](const Options&) -> std::unique_ptr<Provider> { return nullptr; },
+          why,
           [] { return std::string(); },
           [] { return Blob(); },
           [](const Blob&, const Blob&) { return std::string("not part of this build"); }};
@@ -24,11 +28,11 @@ constexpr Factory absent(const char* name, const char* what, bool device_queues,
 
 std::span<const Factory> factories() {
   static const std::array<Factory, 4> list{{
-      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, BELFRY_WITH_CUDA != 0,
-       probe_mlx5, open_mlx5, describe_mlx5, identify_mlx5, mlx5_differs},
+      {"mlx5", "rdma-core with DEVX: ConnectX-6 Dx and later", true, probe_mlx5, open_mlx5,
+       lacks_cuda, describe_mlx5, identify_mlx5, mlx5_differs},
 #if BELFRY_WITH_VERBS
-      {"verbs", "libibverbs: any RDMA NIC", false, false, probe_verbs, open_verbs, describe_verbs,
-       identify_verbs, verbs_differs},
+      {"verbs", "libibverbs: any RDMA NIC", false, probe_verbs, open_verbs, verbs_lacks_for_gpus,
+       describe_verbs, identify_verbs, verbs_differs},
 #else
       absent("verbs", "libibverbs: any RDMA NIC", false,
              [] {
@@ -37,8 +41,8 @@ std::span<const Factory> factories() {
              }),
 #endif
 #if BELFRY_WITH_FABRIC
-      {"fabric", "libfabric: EFA, tcp, shm", false, false, probe_fabric, open_fabric,
-       describe_fabric, identify_fabric, fabric_differs},
+      {"fabric", "libfabric: EFA, tcp, shm", false, probe_fabric, open_fabric,
+       fabric_lacks_for_gpus, describe_fabric, identify_fabric, fabric_differs},
 #else
       absent("fabric", "libfabric: EFA, tcp, shm", false,
              [] {
@@ -47,8 +51,8 @@ std::span<const Factory> factories() {
                    "again");
              }),
 #endif
-      {"soft", "SoftNIC: a NIC in software, between processes of one host", true,
-       BELFRY_WITH_CUDA != 0, probe_soft, open_soft, describe_soft, identify_soft, soft_differs},
+      {"soft", "SoftNIC: a NIC in software, between processes of one host", true, probe_soft,
+       open_soft, lacks_cuda, describe_soft, identify_soft, soft_differs},
   }};
   return list;
 }

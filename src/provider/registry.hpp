@@ -24,6 +24,7 @@ std::unique_ptr<Provider> open_soft_on_gpu(const Options& options);
 // Only in a build with libfabric.
 std::string probe_fabric();
 std::unique_ptr<Provider> open_fabric(const Options& options);
+std::string fabric_lacks_for_gpus();
 std::string describe_fabric();
 Blob identify_fabric();
 std::string fabric_differs(const Blob& a, const Blob& b);
@@ -31,6 +32,7 @@ std::string fabric_differs(const Blob& a, const Blob& b);
 // Only in a build with libibverbs.
 std::string probe_verbs();
 std::unique_ptr<Provider> open_verbs(const Options& options);
+std::string verbs_lacks_for_gpus();
 std::string describe_verbs();
 Blob identify_verbs();
 std::string verbs_differs(const Blob& a, const Blob& b);

@@ -5,6 +5,7 @@
 #include <fcntl.h>
 #include <fmt/format.h>
 #include <infiniband/verbs.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -18,6 +19,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "memory/gpu.hpp"
+#include "provider/attempt.hpp"
 #include "provider/blob.hpp"
 #include "provider/library_provider.hpp"
 #include "provider/registry.hpp"
@@ -207,6 +210,30 @@ mlx5::Syndrome syndrome_of(ibv_wc_status status) {
 
 // ---- the device ----
 
+bool has_atomics(const Port& port, const ibv_device_attr& attributes) {
+  return port.service == Service::rc && attributes.atomic_cap != IBV_ATOMIC_NONE &&
+         attributes.max_qp_rd_atom > 0 && setting("BELFRY_VERBS_ATOMICS", 1, 1) == 1;
+}
+
+// Signals by the device's atomics need no CPU of the receiver. By its CPU a small put and its
+// signal are one message and not two; where a CPU is the device, that costs less.
+bool has_signals(const Port& port, const ibv_device_attr& attributes) {
+  constexpr std::uint32_t rxe = 0xffffff, siw = 0x626d74;  // vendors, as Linux's drivers say
+  const bool software = attributes.vendor_id == rxe || attributes.vendor_id == siw;
+  return has_atomics(port, attributes) && setting("BELFRY_VERBS_SIGNALS", software ? 0 : 1, 1) == 1;
+}
+
+// Without signals of the device: what a CPU applies cannot lie in a GPU's memory.
+std::string lacks_for_gpus(const Port& port, const ibv_device_attr& attributes) {
+  if (has_signals(port, attributes)) return {};
+  return fmt::format(
+      "over {} the receiver's CPU applies signals, and it does not reach the memory of a GPU: use "
+      "a "
+      "device with atomics of its own, with BELFRY_VERBS_ATOMICS and BELFRY_VERBS_SIGNALS unset or "
+      "1",
+      port.name());
+}
+
 class VerbsQueue;
 
 class VerbsDevice final : public LibraryDevice {
@@ -222,6 +249,11 @@ class VerbsDevice final : public LibraryDevice {
     if (ibv_query_device(context_.get(), &attributes_) != 0) {
       refuse_call("ibv_query_device", errno, "see `ibv_devinfo`");
     }
+    if (const std::string lacking = config.gpu >= 0 ? lacks_for_gpus(port_, attributes_) : "";
+        !lacking.empty()) {
+      throw Error(fmt::format("provider verbs for GPU {}", config.gpu), lacking,
+                  "signals of the device", "see `belfry doctor`");
+    }
     domain_.reset(ibv_alloc_pd(context_.get()));
     if (domain_ == nullptr) refuse_call("ibv_alloc_pd", errno, "see `ibv_devinfo`");
     // Its events are looked at, never waited for.
@@ -235,23 +267,18 @@ class VerbsDevice final : public LibraryDevice {
   ibv_context* context() const { return context_.get(); }
   ibv_pd* domain() const { return domain_.get(); }
   bool ordered() const { return port_.service == Service::rc; }
-  bool atomics() const {
-    return ordered() && attributes_.atomic_cap != IBV_ATOMIC_NONE &&
-           attributes_.max_qp_rd_atom > 0 && setting("BELFRY_VERBS_ATOMICS", 1, 1) == 1;
-  }
-  // Signals by the device's atomics need no CPU of the receiver. By its CPU a small put and its
-  // signal are one message and not two; where a CPU is the device, that costs less.
-  bool signals() const {
-    constexpr std::uint32_t rxe = 0xffffff, siw = 0x626d74;  // vendors, as Linux's drivers say
-    const bool software = attributes_.vendor_id == rxe || attributes_.vendor_id == siw;
-    return atomics() && setting("BELFRY_VERBS_SIGNALS", software ? 0 : 1, 1) == 1;
-  }
+  bool atomics() const { return has_atomics(port_, attributes_); }
+  bool signals() const { return has_signals(port_, attributes_); }
 
-  std::string describe() const {
-    return fmt::format("{}, {}, MTU {}, {}, signals by {}", port_.name(), port_.network(),
-                       mtu_bytes(static_cast<std::uint8_t>(port_.attributes.active_mtu)),
-                       atomics() ? "its own atomics" : "atomics by the CPUs",
-                       signals() ? "its atomics" : "the CPUs");
+  std::string describe() {
+    std::string text =
+        fmt::format("{}, {}, MTU {}, {}, signals by {}", port_.name(), port_.network(),
+                    mtu_bytes(static_cast<std::uint8_t>(port_.attributes.active_mtu)),
+                    atomics() ? "its own atomics" : "atomics by the CPUs",
+                    signals() ? "its atomics" : "the CPUs");
+    const std::lock_guard guard(lock);
+    if (!windows_how_.empty()) text += ", windows by " + windows_how_;
+    return text;
   }
 
   VerbsAddress address() const {
@@ -273,6 +300,7 @@ class VerbsDevice final : public LibraryDevice {
     return a;
   }
 
+  // Of the host.
   Memory register_with(void* memory, std::size_t bytes, int access) const {
     ibv_mr* mr = ibv_reg_mr(domain_.get(), memory, bytes, access);
     if (mr == nullptr) {
@@ -286,21 +314,28 @@ class VerbsDevice final : public LibraryDevice {
   Registration register_memory(void* memory, std::size_t bytes) {
     int access = IBV_ACCESS_LOCAL_WRITE | IBV_ACCESS_REMOTE_WRITE | IBV_ACCESS_REMOTE_READ;
     if (atomics()) access |= IBV_ACCESS_REMOTE_ATOMIC;
-    Memory mr = register_with(memory, bytes, access);
+    const bool on_gpu = config().gpu >= 0;
+    Chosen<Memory> mr;
+    if (on_gpu) {
+      mr = register_of_gpu(memory, bytes, access);
+    } else {
+      mr.value = register_with(memory, bytes, access);
+    }
     const std::lock_guard guard(lock);
-    const Registration r{mr->lkey, mr->rkey, reinterpret_cast<std::uint64_t>(memory)};
-    regions[r.rkey] = {static_cast<std::byte*>(memory), bytes, r.address, mr.release()};
+    const Registration r{mr.value->lkey, mr.value->rkey, reinterpret_cast<std::uint64_t>(memory)};
+    // What messages may name: a CPU applies them.
+    if (!on_gpu) regions[r.rkey] = {static_cast<std::byte*>(memory), bytes, r.address, nullptr};
+    registered_[r.lkey] = std::move(mr.value);
+    windows_how_ = mr.how;
     return r;
   }
 
   void deregister(std::uint32_t lkey) {
     const std::lock_guard guard(lock);
-    const auto found = std::find_if(regions.begin(), regions.end(), [&](const auto& region) {
-      return static_cast<ibv_mr*>(region.second.handle)->lkey == lkey;
-    });
-    if (found == regions.end()) return;
-    ibv_dereg_mr(static_cast<ibv_mr*>(found->second.handle));
-    regions.erase(found);
+    const auto found = registered_.find(lkey);
+    if (found == registered_.end()) return;
+    regions.erase(found->second->rkey);
+    registered_.erase(found);
   }
 
   bool closed() const { return closed_; }
@@ -326,6 +361,7 @@ class VerbsDevice final : public LibraryDevice {
   bool send_answer(LibraryQueue& queue, const Message& message) override;
 
  private:
+  Chosen<Memory> register_of_gpu(void* memory, std::size_t bytes, int access) const;
   void take_events();
   void try_swaps();
 
@@ -334,6 +370,8 @@ class VerbsDevice final : public LibraryDevice {
   Port port_;
   ibv_device_attr attributes_{};
   Domain domain_;
+  std::unordered_map<std::uint32_t, Memory> registered_;  // windows, by lkey
+  std::string windows_how_;                               // of a GPU
   std::vector<std::unique_ptr<CompletionQueue>> completion_queues_;
   std::unordered_map<std::uint32_t, VerbsQueue*> by_qpn_;
   bool gone_ = false;          // a queue
@@ -630,6 +668,32 @@ bool VerbsQueue::try_swaps() {
   return !swaps_.empty();
 }
 
+Chosen<Memory> VerbsDevice::register_of_gpu(void* memory, std::size_t bytes, int access) const {
+  using Result = Attempt<Memory>;
+  const auto result = [](const char* call, ibv_mr* mr, int error) {
+    return mr != nullptr ? Result::done(Memory(mr))
+                         : Result::failed(fmt::format("{}: {}", call, std::strerror(error)));
+  };
+  const auto by_dmabuf = [&] {
+    int fd = -1;
+    std::uint64_t offset = 0;
+    std::string refused = memory::export_dmabuf(config().gpu, memory, bytes, fd, offset);
+    if (!refused.empty()) return Result::failed(std::move(refused));
+    ibv_mr* mr = ibv_reg_dmabuf_mr(domain_.get(), offset, bytes,
+                                   reinterpret_cast<std::uint64_t>(memory), fd, access);
+    const int error = errno;
+    ::close(fd);  // the registration holds the memory
+    return result("ibv_reg_dmabuf_mr", mr, error);
+  };
+  const auto by_peermem = [&] {
+    ibv_mr* mr = ibv_reg_mr(domain_.get(), memory, bytes, access);
+    return result("ibv_reg_mr", mr, errno);
+  };
+  return first_that_works<Memory>(
+      fmt::format("registration of {} bytes of GPU {} with {}", bytes, config().gpu, port_.name()),
+      {{"dmabuf", by_dmabuf}, {"peermem", by_peermem}}, memory::gpu_memory_remedy);
+}
+
 std::shared_ptr<ibv_cq> VerbsDevice::completion_queue(std::uint32_t entries) {
   const std::lock_guard guard(lock);
   const auto lend = [&](CompletionQueue& queue) {
@@ -746,6 +810,15 @@ std::string describe_verbs() {
   const verbs::Found found = verbs::find_port();
   if (!found.lacking.empty()) return {};
   return fmt::format("{}, {}", found.port.name(), found.port.network());
+}
+
+std::string verbs_lacks_for_gpus() {
+  const verbs::Found found = verbs::find_port();
+  if (!found.lacking.empty()) return found.lacking;
+  ibv_device_attr attributes{};
+  const int error = ibv_query_device(found.context.get(), &attributes);
+  return error == 0 ? verbs::lacks_for_gpus(found.port, attributes)
+                    : fmt::format("{}: {}", found.port.name(), std::strerror(error));
 }
 
 Blob identify_verbs() { return blob_of(verbs::identity_of(verbs::find_port().port)); }

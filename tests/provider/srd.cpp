@@ -2,7 +2,6 @@
 // and what is said of devices that will not do.
 #include <gtest/gtest.h>
 
-#include <array>
 #include <chrono>
 #include <cstring>
 
@@ -11,97 +10,18 @@
 #include "provider/efa_model.hpp"
 #include "provider/message.hpp"
 #include "provider/registry.hpp"
+#include "provider/two_ranks.hpp"
 
 namespace belfry::provider {
 namespace {
 
-using conformance::Random;
-
 EfaModel& model() { return EfaModel::instance(); }
 
-// Two ranks in this process, each with a device, a window and queues to the other.
-class Ranks {
- public:
-  static constexpr std::uint64_t window_bytes = 1 << 18;
-  static constexpr std::uint64_t signal_at = window_bytes - 8;
-
-  explicit Ranks(std::uint64_t seed, std::uint32_t depth = 16, std::uint64_t first = 0,
-                 int queues = 1) {
-    model().begin(seed);
-    for (std::size_t rank = 0; rank < 2; ++rank) {
-      Options options;
-      options.label = "rank " + std::to_string(rank);
-      provider[rank] = open_verbs(options);
-      window[rank].resize(window_bytes / 8);
-      keys[rank] =
-          provider[rank]->register_memory(window[rank].data(), window_bytes, nullptr, true);
-      for (int i = 0; i < queues; ++i) {
-        QueueConfig config;
-        config.depth = depth;
-        config.first_index = first;
-        config.peer = 1 - static_cast<int>(rank);
-        config.counters = counters.data();
-        config.error = &error[rank];
-        queue[rank].push_back(provider[rank]->create_queue(config));
-      }
-    }
-    for (std::size_t rank = 0; rank < 2; ++rank) {
-      for (std::size_t i = 0; i < queue[rank].size(); ++i) {
-        queue[rank][i]->connect(provider[1 - rank]->address(), queue[1 - rank][i]->address());
-      }
-    }
-  }
-
-  ~Ranks() {
-    for (std::size_t rank = 0; rank < 2; ++rank) {
-      queue[rank].clear();
-      provider[rank]->deregister(keys[rank].lkey);
-    }
-  }
-  Ranks(const Ranks&) = delete;
-  Ranks& operator=(const Ranks&) = delete;
-
-  std::byte* bytes(std::size_t rank) { return reinterpret_cast<std::byte*>(window[rank].data()); }
-  std::uint64_t signal() { return load<Order::acquire, Scope::system>(&window[1][signal_at / 8]); }
-
-  // Of rank 0, to rank 1's window; all of it is posted, as a proxy does.
-  std::uint64_t post(const queue::Command& c, std::uint64_t dst, std::uint64_t src) {
-    post::Resolved r;
-    r.remote = {keys[1].address + dst, keys[1].rkey};
-    r.local = {keys[0].address + src, keys[0].lkey};
-    r.signal = {keys[1].address + signal_at, keys[1].rkey};
-    std::uint64_t done = 0, end = 0;
-    EXPECT_TRUE(until([&] {
-      if (queue[0][0]->post(c, r, done, end)) return true;
-      queue[0][0]->ring();
-      return false;
-    }));
-    return end;
-  }
-  void complete(std::uint64_t end) {
-    EXPECT_TRUE(until([&] {
-      queue[0][0]->poll();
-      return queue[0][0]->complete(end);
-    }));
-  }
-  // Both ranks look at their devices until `is`; false after `limit`, and once a test has failed.
-  template <class Is>
-  bool until(Is&& is, std::chrono::milliseconds limit = std::chrono::seconds(20)) {
-    const auto end = std::chrono::steady_clock::now() + limit;
-    while (!is()) {
-      simt::yield();
-      if (std::chrono::steady_clock::now() > end || testing::Test::HasFailure()) return false;
-    }
-    return true;
-  }
-
-  std::array<std::vector<std::uint64_t>, 2> window;
-  std::array<std::uint64_t, 16> counters{};
-  std::array<ErrorRecord, 2> error{};
-  std::array<std::unique_ptr<Provider>, 2> provider;
-  std::array<Registration, 2> keys;
-  std::array<std::vector<std::unique_ptr<Queue>>, 2> queue;
-};
+// On a network that is drawn anew.
+TwoRanks::Setup drawn(std::uint64_t seed, const TwoRanks::Setup& setup = {}) {
+  model().begin(seed);
+  return setup;
+}
 
 class Srd : public testing::Test {
  protected:
@@ -118,7 +38,7 @@ TEST_F(Srd, puts_and_signals_arrive_complete_in_order_and_once) {
   for (const std::uint64_t first : {0ull, (1ull << sequence_bits) - 3, ~0ull - 2}) {
     for (std::uint64_t seed = 1; seed <= 40; ++seed) {
       model().full = seed % 3 == 0 ? 40 : 0;
-      Ranks ranks(seed, seed % 2 == 0 ? 4 : 16, first);
+      TwoRanks ranks(drawn(seed, {.depth = seed % 2 == 0 ? 4u : 16u, .first_index = first}));
       constexpr std::uint64_t stride = 4000;
       std::uint64_t end = 0;
       for (std::uint64_t i = 1; i <= 60; ++i) {
@@ -160,7 +80,7 @@ TEST_F(Srd, puts_and_signals_arrive_complete_in_order_and_once) {
 }
 
 TEST_F(Srd, eight_bytes_with_a_signal_do_not_overtake_a_large_put) {
-  Ranks ranks(3);
+  TwoRanks ranks(drawn(3));
   std::memset(ranks.bytes(0), 0x5a, 200'000);
   ranks.post(op::put(Place{1, 0}, Place{1, 0}, 200'000), 0, 0);
   const std::uint64_t end =
@@ -174,7 +94,7 @@ TEST_F(Srd, eight_bytes_with_a_signal_do_not_overtake_a_large_put) {
 }
 
 TEST_F(Srd, a_receiver_that_does_not_look_is_ready_for_all_that_its_peer_can_send) {
-  Ranks ranks(7, 128);
+  TwoRanks ranks(drawn(7, {.depth = 128}));
   std::uint64_t end = 0;
   for (std::uint64_t i = 0; i < 64; ++i) {
     end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, 100, signal_inc{0}), i * 100, i * 100);
@@ -188,7 +108,7 @@ TEST_F(Srd, a_receiver_that_does_not_look_is_ready_for_all_that_its_peer_can_sen
 }
 
 TEST_F(Srd, gets_and_atomics_complete_with_their_values) {
-  Ranks ranks(4);
+  TwoRanks ranks(drawn(4));
   for (std::uint64_t i = 0; i < 5000; ++i) ranks.window[1][i] = i;
   queue::Command add = op::fetch_add(Place{1, 0}, 5);
   add.result_slot = 2;
@@ -203,8 +123,8 @@ TEST_F(Srd, gets_and_atomics_complete_with_their_values) {
 }
 
 TEST_F(Srd, a_put_to_memory_that_is_not_registered_fails_and_touches_nothing) {
-  Ranks ranks(5);
-  ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), Ranks::window_bytes - 100, 0);
+  TwoRanks ranks(drawn(5));
+  ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), TwoRanks::window_bytes - 100, 0);
   ranks.queue[0][0]->ring();
   EXPECT_TRUE(
       ranks.until([&] { return load<Order::acquire, Scope::system>(&ranks.error[0].state) == 2; }));
@@ -213,7 +133,7 @@ TEST_F(Srd, a_put_to_memory_that_is_not_registered_fails_and_touches_nothing) {
 }
 
 TEST_F(Srd, a_peer_whose_queue_is_gone_is_named) {
-  Ranks ranks(6);
+  TwoRanks ranks(drawn(6));
   ranks.queue[1].clear();
   ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), 0, 0);
   ranks.queue[0][0]->ring();
@@ -224,7 +144,7 @@ TEST_F(Srd, a_peer_whose_queue_is_gone_is_named) {
 }
 
 TEST_F(Srd, a_peer_that_leaves_before_it_is_answered_is_no_failure) {
-  Ranks ranks(8);
+  TwoRanks ranks(drawn(8));
   ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), 0, 0);
   ranks.queue[0][0]->ring();
   model().run(1000);
@@ -239,7 +159,7 @@ TEST_F(Srd, a_peer_that_leaves_before_it_is_answered_is_no_failure) {
 TEST_F(Srd, completions_of_a_queue_that_is_gone_disturb_no_other) {
   std::uint64_t orphans = 0;
   for (std::uint64_t seed = 1; seed <= 20; ++seed) {
-    Ranks ranks(seed, 16, 0, 2);
+    TwoRanks ranks(drawn(seed, {.queues = 2}));
     std::uint64_t end = 0;
     for (std::uint64_t i = 0; i < 12; ++i) {
       end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, 100, signal_inc{0}), i * 100, i * 100);

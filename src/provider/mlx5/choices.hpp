@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "belfry/status.hpp"
+#include "provider/attempt.hpp"
 #include "provider/gid.hpp"
 #include "provider/mlx5/commands.hpp"
 
@@ -111,48 +112,5 @@ prm::PathParameters plan_path(const PortAddress& mine, const PortAddress& theirs
                               const LinkSettings& settings);
 // RoCE v2: 0xc000 to 0xffff, drawn from the two queues so that the fabric spreads connections.
 std::uint32_t udp_source_port(std::uint32_t qpn, std::uint32_t remote_qpn);
-
-// ---- one thing after another ----
-
-// What came of trying one way to do something: the thing, or why not.
-template <class T>
-struct Attempt {
-  std::optional<T> value;
-  std::string why;
-
-  static Attempt done(T value) { return {std::move(value), {}}; }
-  static Attempt failed(std::string why) { return {std::nullopt, std::move(why)}; }
-  explicit operator bool() const { return value.has_value(); }
-};
-
-template <class T>
-struct Way {
-  const char* name;
-  std::function<Attempt<T>()> go;
-};
-
-template <class T>
-struct Chosen {
-  T value;
-  std::string way;
-  std::string how;  // "peermem (dmabuf: the driver is too old)"
-};
-
-// The first way that works, and why those before it did not. Throws belfry::Error with the reason
-// of each when none does.
-template <class T>
-Chosen<T> first_that_works(const std::string& thing, const std::vector<Way<T>>& ways,
-                           const std::string& remedy) {
-  std::string refused;
-  for (const Way<T>& way : ways) {
-    Attempt<T> attempt = way.go();
-    if (attempt) {
-      return {std::move(*attempt.value), way.name,
-              refused.empty() ? way.name : std::string(way.name) + " (" + refused + ")"};
-    }
-    refused += (refused.empty() ? "" : "; ") + std::string(way.name) + ": " + attempt.why;
-  }
-  throw Error(thing, refused, "one of them", remedy);
-}
 
 }  // namespace belfry::provider

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "belfry/simt.hpp"
+#include "memory/gpu.hpp"
 #include "provider/blob.hpp"
 #include "provider/copied_queue.hpp"
 #include "provider/memory_queue.hpp"
@@ -575,8 +576,7 @@ class Mlx5Provider final : public Provider {
                                           reinterpret_cast<std::uint64_t>(address), relaxed);
           }},
          {"peermem", [&] { return d.nic->register_memory(address, bytes, relaxed); }}},
-        "install the open kernel modules of the NVIDIA driver (dmabuf), or modprobe "
-        "nvidia-peermem; see `belfry doctor`");
+        memory::gpu_memory_remedy);
     const std::lock_guard guard(d.mutex);
     d.windows_how = keys.how;
     return std::move(keys.value);
