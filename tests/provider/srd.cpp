@@ -23,6 +23,17 @@ TwoRanks::Setup drawn(std::uint64_t seed, const TwoRanks::Setup& setup = {}) {
   return setup;
 }
 
+// Returns when the device has all of it, though no rank looks: a thread of its own may be there.
+void ring(Queue& queue) {
+  const std::uint64_t before = queue.state().rings;
+  const auto end = std::chrono::steady_clock::now() + std::chrono::seconds(20);
+  queue.ring();
+  while (queue.state().rings == before) {
+    ASSERT_LT(std::chrono::steady_clock::now(), end) << "the device took nothing";
+    queue.poll();
+  }
+}
+
 class Srd : public testing::Test {
  protected:
   void TearDown() override {
@@ -99,10 +110,10 @@ TEST_F(Srd, a_receiver_that_does_not_look_is_ready_for_all_that_its_peer_can_sen
   for (std::uint64_t i = 0; i < 64; ++i) {
     end = ranks.post(op::put(Place{1, 0}, Place{1, 0}, 100, signal_inc{0}), i * 100, i * 100);
   }
-  ranks.queue[0][0]->ring();
+  ring(*ranks.queue[0][0]);
   model().run(10'000);
   EXPECT_EQ(model().counts().writes, 64u);
-  EXPECT_EQ(model().counts().messages, 64u);
+  EXPECT_GE(model().counts().messages, 64u);  // and acknowledgements
   ranks.complete(end);
   EXPECT_EQ(ranks.signal(), 64u);
 }
@@ -146,7 +157,7 @@ TEST_F(Srd, a_peer_whose_queue_is_gone_is_named) {
 TEST_F(Srd, a_peer_that_leaves_before_it_is_answered_is_no_failure) {
   TwoRanks ranks(drawn(8));
   ranks.post(op::put(Place{1, 0}, Place{1, 0}, 4096), 0, 0);
-  ranks.queue[0][0]->ring();
+  ring(*ranks.queue[0][0]);
   model().run(1000);
   ranks.queue[0].clear();
   // Longer than the news of a lost connection is held back.
