@@ -131,8 +131,9 @@ void look_at_efa(ibv_context* context, Port& port) {
   if (!reads || !writes) {
     port.lacking = fmt::format(
         "{}, an EFA device, has {} RDMA read and {} RDMA write, and both are needed: they take an "
-        "instance type that has them, a driver efa that does (Linux 6.3 or later) and rdma-core 46 "
-        "or later; provider fabric does without (BELFRY_PROVIDER=fabric)",
+        "instance type that has them, a driver efa that says so, and rdma-core 46 or later; "
+        "provider "
+        "fabric does without (BELFRY_PROVIDER=fabric)",
         port.name(), reads ? "an" : "no", writes ? "an" : "no");
   } else if (attributes.max_rdma_size < post::max_piece) {
     port.lacking = fmt::format(
