@@ -228,9 +228,8 @@ std::string lacks_for_gpus(const Port& port, const ibv_device_attr& attributes) 
   if (has_signals(port, attributes)) return {};
   return fmt::format(
       "over {} the receiver's CPU applies signals, and it does not reach the memory of a GPU: use "
-      "a "
-      "device with atomics of its own, with BELFRY_VERBS_ATOMICS and BELFRY_VERBS_SIGNALS unset or "
-      "1",
+      "a device with atomics of its own, and leave BELFRY_VERBS_ATOMICS and BELFRY_VERBS_SIGNALS "
+      "unset or 1",
       port.name());
 }
 
