@@ -21,6 +21,7 @@ class TwoRanks {
     std::uint64_t first_index = 0;
     int queues = 1;  // from each rank to the other
     std::int32_t gpu = -1;
+    std::array<void*, 2> memory{};  // what is registered, if not `window`
   };
   static constexpr std::uint64_t window_bytes = 1 << 18;
   static constexpr std::uint64_t signal_at = window_bytes - 8;
@@ -32,8 +33,8 @@ class TwoRanks {
       options.gpu = setup.gpu;
       provider[rank] = open_verbs(options);
       window[rank].resize(window_bytes / 8);
-      keys[rank] =
-          provider[rank]->register_memory(window[rank].data(), window_bytes, nullptr, true);
+      void* memory = setup.memory[rank] != nullptr ? setup.memory[rank] : window[rank].data();
+      keys[rank] = provider[rank]->register_memory(memory, window_bytes, nullptr, true);
       QueueConfig config;
       config.depth = setup.depth;
       config.first_index = setup.first_index;

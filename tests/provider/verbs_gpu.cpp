@@ -1,7 +1,6 @@
-// What provider verbs does for windows in a GPU's memory, without a GPU: this build cannot export
-// any, so that the host's stands in for it, registered as for peermem. No CPU may be needed to
-// apply anything there: a message for it would be refused. Runs on a device of `belfry softnic
-// run`.
+// Windows in a GPU's memory on provider verbs: over a device of `belfry softnic run`, with a CUDA
+// driver of the test's own, whose memory the CPU may not touch. This build cannot export a dmabuf,
+// so that it is registered as for peermem.
 #include <gtest/gtest.h>
 
 #include <cstdlib>
@@ -10,6 +9,7 @@
 
 #include "belfry/device/operation.hpp"
 #include "provider/two_ranks.hpp"
+#include "uverbs/fake_cuda.hpp"
 
 namespace belfry::provider {
 namespace {
@@ -30,9 +30,13 @@ class Environment {
 };
 
 TEST(VerbsOnGpu, every_operation_is_the_devices_own) {
-  TwoRanks ranks({.gpu = 0});
+  const FakeCudaMemory memory[2] = {fake_cuda_memory(TwoRanks::window_bytes, false),
+                                    fake_cuda_memory(TwoRanks::window_bytes, true)};
+  auto* const sent = static_cast<std::uint64_t*>(memory[0].behind);
+  auto* const got = static_cast<std::uint64_t*>(memory[1].behind);
+  TwoRanks ranks({.gpu = 0, .memory = {memory[0].address, memory[1].address}});
   expect_in(ranks.provider[0]->describe(), {"windows by peermem (dmabuf: ", "without CUDA"});
-  for (std::uint64_t i = 0; i < TwoRanks::signal_at / 16; ++i) ranks.window[0][i] = i + 1;
+  for (std::uint64_t i = 0; i < TwoRanks::signal_at / 16; ++i) sent[i] = i + 1;
   queue::Command add = op::fetch_add(Place{1, 0}, 5);
   queue::Command swap = op::compare_swap(Place{1, 0}, 5, 77);
   add.result_slot = 1;
@@ -47,12 +51,12 @@ TEST(VerbsOnGpu, every_operation_is_the_devices_own) {
   end = ranks.post(op::get(Place{1, 0}, Place{1, 0}, 64), 50'000, 60'000);
   ranks.queue[0][0]->ring();
   ranks.complete(end);
-  EXPECT_EQ(ranks.signal(), 3u);
+  EXPECT_EQ(got[TwoRanks::signal_at / 8], 3u);
   EXPECT_EQ(ranks.counters[1], 1u);
-  EXPECT_EQ(ranks.window[1][0], 1u);
-  EXPECT_EQ(std::memcmp(ranks.bytes(1) + 64, ranks.bytes(0) + 64, 40'000), 0);
-  EXPECT_EQ(ranks.window[0][60'000 / 8], 99u);
-  EXPECT_EQ(ranks.window[1][50'008 / 8], 77u);
+  EXPECT_EQ(got[0], 1u);
+  EXPECT_EQ(std::memcmp(got + 8, sent + 8, 40'000), 0);
+  EXPECT_EQ(sent[60'000 / 8], 99u);
+  EXPECT_EQ(got[50'008 / 8], 77u);
   EXPECT_EQ(ranks.queue[0][0]->results()[1], 0u);
   EXPECT_EQ(ranks.queue[0][0]->results()[2], 5u);
   for (const ErrorRecord& error : ranks.error) EXPECT_EQ(error.state, 0u);
