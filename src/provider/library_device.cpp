@@ -290,6 +290,9 @@ void LibraryDevice::attend() {
   constexpr std::chrono::microseconds longest = 1ms;
   // While a thread calls the poller all the time, but for kernels that compute for long.
   constexpr std::chrono::microseconds beside = 10ms;
+  // Passes of others in a nap: more are of threads that poll all the time, in the threads mode.
+  // Fewer are of one that waits for something else, and leaves peers waiting in between.
+  constexpr std::uint64_t now_and_then = 8;
   auto nap = shortest;
   std::uint64_t seen = 0;
   std::unique_lock sleeping(attendant_mutex_);
@@ -301,7 +304,7 @@ void LibraryDevice::attend() {
     if (driven_ != was_driven) nap = shortest;
     // The executor's threads were here meanwhile: they see to it.
     const std::uint64_t passes = passes_.load(std::memory_order_relaxed);
-    if (std::exchange(seen, passes) != passes || !lock.try_lock()) {
+    if (passes - std::exchange(seen, passes) > now_and_then || !lock.try_lock()) {
       nap = std::min(2 * nap, longest);
       continue;
     }

@@ -26,8 +26,8 @@ class LinkSet {
         peer_(peer),
         dst_window_(dst_window),
         src_window_(src_window),
-        route_(net.route_to(peer)),
-        entries_(net.look_up(peer, dst_window, src_window, post::Needs{true, true, true})) {
+        route_(net.route_to(peer)) {
+    net.look_up(peer, dst_window, src_window, post::Needs{true, true, true}, entries_);
     if constexpr (Paths.has(Path::lsa)) {
       stores_ = net.usable_ && entries_.failure == ErrorReason::none && route_.lsa != 0 &&
                 entries_.to.lsa != nullptr && entries_.control.lsa != nullptr &&

@@ -268,9 +268,9 @@ class NetSet {
   BELFRY_DEVICE BELFRY_MAY_OUTLINE Ticket put_packet(const Group& group, int peer, Place dst,
                                                      Place src, std::uint64_t bytes,
                                                      std::uint32_t tag) const {
-    return send_packets(group, peer, route_to(peer),
-                        look_up(peer, dst.window, src.window, post::Needs{true, true, false}), dst,
-                        src, bytes, tag);
+    post::Entries entries;
+    look_up(peer, dst.window, src.window, post::Needs{true, true, false}, entries);
+    return send_packets(group, peer, route_to(peer), entries, dst, src, bytes, tag);
   }
 
   // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
@@ -440,10 +440,10 @@ class NetSet {
   BELFRY_DEVICE BELFRY_INLINE bool user_signal(const queue::Command& c) const {
     return c.signal_op == queue::SignalOp::none || !usable_ || c.signal_id < comm_.signals;
   }
-  BELFRY_DEVICE BELFRY_INLINE post::Entries look_up(int peer, std::uint32_t dst_window,
-                                                    std::uint32_t src_window,
-                                                    post::Needs needs) const {
-    return usable_ ? post::look_up(comm_, peer, dst_window, src_window, needs) : post::Entries{};
+  BELFRY_DEVICE BELFRY_INLINE void look_up(int peer, std::uint32_t dst_window,
+                                           std::uint32_t src_window, post::Needs needs,
+                                           post::Entries& entries) const {
+    if (usable_) post::look_up(comm_, peer, dst_window, src_window, needs, entries);
   }
   BELFRY_DEVICE BELFRY_INLINE post::Resolved resolve(const post::Entries& entries,
                                                      const queue::Command& c) const {
@@ -477,7 +477,8 @@ class NetSet {
   BELFRY_DEVICE BELFRY_CALL Ticket run(const Group& group, int peer, const queue::Command& c,
                                        bool pay_fence, post::Doorbell doorbell) const {
     const Route r = route_to(peer);
-    const post::Entries entries = look_up(peer, c.dst_window, c.src_window, post::needs(c));
+    post::Entries entries;
+    look_up(peer, c.dst_window, c.src_window, post::needs(c), entries);
     const post::Resolved resolved = usable_ ? resolve(entries, c) : post::Resolved{};
     return carry_out(group, peer, c, r, resolved, choose(r, c, resolved), pay_fence, doorbell);
   }

@@ -63,25 +63,23 @@ BELFRY_HOST_DEVICE constexpr Needs needs(const queue::Command& c) {
           has_source(c.operation), c.signal_op != queue::SignalOp::none};
 }
 
-BELFRY_HOST_DEVICE BELFRY_INLINE Entries look_up(const DeviceComm& comm, int peer,
-                                                 std::uint32_t dst_window, std::uint32_t src_window,
-                                                 Needs needs) {
-  Entries e;
+// Fills `e`, which is as it was made: where the caller wants it, since a copy of what has just been
+// written in parts would stall the loads.
+BELFRY_HOST_DEVICE BELFRY_INLINE void look_up(const DeviceComm& comm, int peer,
+                                              std::uint32_t dst_window, std::uint32_t src_window,
+                                              Needs needs, Entries& e) {
   auto fail = [&e](ErrorReason failure, std::uint64_t detail) {
     e.failure = failure;
     e.detail = detail;
   };
   if (peer < 0 || peer >= comm.ranks) {
-    fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
-    return e;
+    return fail(ErrorReason::bad_argument, static_cast<std::uint64_t>(peer));
   }
   if (needs.data && dst_window >= comm.windows) {
-    fail(ErrorReason::out_of_window, dst_window);
-    return e;
+    return fail(ErrorReason::out_of_window, dst_window);
   }
   if (needs.source && src_window >= comm.windows) {
-    fail(ErrorReason::out_of_window, src_window);
-    return e;
+    return fail(ErrorReason::out_of_window, src_window);
   }
   if (needs.data) {
     e.dst = load_entry(comm.window_table + dst_window);
@@ -92,7 +90,6 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Entries look_up(const DeviceComm& comm, int pee
     e.from = load_entry(comm.peer_entry(src_window, peer));
   }
   if (needs.signal) e.control = load_entry(comm.peer_entry(control_window, peer));
-  return e;
 }
 
 // Checks an operation against its windows' entries and finds addresses and keys. Nothing is posted
@@ -154,7 +151,9 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const 
 
 BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve(const DeviceComm& comm, const queue::Command& c,
                                                   int peer) {
-  return resolve(comm, look_up(comm, peer, c.dst_window, c.src_window, needs(c)), c);
+  Entries e;
+  look_up(comm, peer, c.dst_window, c.src_window, needs(c), e);
+  return resolve(comm, e, c);
 }
 
 // Window 0 holds the signals of all ranks, and a Window that was never made, or was moved from, has
@@ -176,7 +175,9 @@ BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm, c
 }
 BELFRY_HOST_DEVICE BELFRY_INLINE Resolved resolve_user(const DeviceComm& comm,
                                                        const queue::Command& c, int peer) {
-  return resolve_user(comm, look_up(comm, peer, c.dst_window, c.src_window, needs(c)), c);
+  Entries e;
+  look_up(comm, peer, c.dst_window, c.src_window, needs(c), e);
+  return resolve_user(comm, e, c);
 }
 
 BELFRY_HOST_DEVICE BELFRY_COLD Status report(ErrorRecord* record, queue::Operation operation,
