@@ -75,12 +75,12 @@ struct Mr final : Object {
   Mr* base = nullptr;
   void end_indirect();
   memory::SharedSegment segment;  // where the memory lies in one: peers then reach it directly
-  // Of memory of this registration that begins at `first`.
-  void name_segment(const std::byte* first, softnic::RegisterOptions& options) const;
-  OrdinaryRange ordinary;                      // where not
+  OrdinaryRange ordinary;         // where not
   std::shared_ptr<softnic::DeviceMemory> gpu;  // whose memory it is
   void* mapping = nullptr;                     // of a dmabuf
   std::uint64_t mapping_bytes = 0;
+  // Of memory of this registration that begins at `first`: the segment that it lies in, if in one.
+  void name_segment(const std::byte* first, softnic::RegisterOptions& options) const;
 };
 
 struct Cq final : Object {
