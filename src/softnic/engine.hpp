@@ -1678,6 +1678,14 @@ BELFRY_HOST_DEVICE Response respond_failed(Env& env, EngineQp& qp, mlx5::Syndrom
   return {Response::Outcome::failed, to_peer, 0};
 }
 
+// The same after placing_failed().
+template <class Env>
+BELFRY_HOST_DEVICE Response respond_refused_by_device(Env& env, EngineQp& qp, std::uint16_t index,
+                                                      mlx5::Syndrome to_peer, bool has_wqe) {
+  env.report(ReportKind::device_refused, qp.qpn, index, 0, 0, 0, 0);
+  return respond_failed(env, qp, to_peer, mlx5::Syndrome::local_qp_operation, has_wqe);
+}
+
 // How many receive WQEs are posted; -1 when the record is wrong.
 template <class Env>
 BELFRY_HOST_DEVICE std::int32_t receives_posted(Env& env, EngineQp& qp) {
@@ -1791,9 +1799,8 @@ BELFRY_HOST_DEVICE Response serve_receive(Env& env, EngineQp& qp, const Request&
                      place_by(env, data, staging + (at - qp.received), n);
                    });
     if (placing_failed(env)) [[unlikely]] {
-      env.report(ReportKind::device_refused, qp.qpn, qp.in_hand_index, 0, 0, 0, 0);
-      return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
-                            mlx5::Syndrome::local_qp_operation, true);
+      return respond_refused_by_device(env, qp, qp.in_hand_index, mlx5::Syndrome::remote_operation,
+                                       true);
     }
     qp.received += request.length;
     if ((request.flags & Request::last) == 0)
@@ -1856,8 +1863,7 @@ BELFRY_HOST_DEVICE void serve_datagram(Env& env, EngineQp& qp, const Request& re
                    place_by(env, data, staging + (at - header_bytes), n);
                  });
   if (placing_failed(env)) [[unlikely]] {
-    env.report(ReportKind::device_refused, qp.qpn, qp.in_hand_index, 0, 0, 0, 0);
-    respond_failed(env, qp, mlx5::Syndrome::none, mlx5::Syndrome::local_qp_operation, true);
+    respond_refused_by_device(env, qp, qp.in_hand_index, mlx5::Syndrome::none, true);
     return;
   }
   const bool immediate = (request.flags & Request::has_immediate) != 0;
@@ -1933,9 +1939,7 @@ BELFRY_HOST_DEVICE Response serve_request(Env& env, EngineQp& qp, const Request&
     response.value = perform_by(env, memory, operation);
   }
   if (placing_failed(env)) [[unlikely]] {
-    env.report(ReportKind::device_refused, qp.qpn, qp.consumer, 0, 0, 0, 0);
-    return respond_failed(env, qp, mlx5::Syndrome::remote_operation,
-                          mlx5::Syndrome::local_qp_operation, false);
+    return respond_refused_by_device(env, qp, qp.consumer, mlx5::Syndrome::remote_operation, false);
   }
   return response;
 }

@@ -106,6 +106,15 @@ std::uint32_t nic_access(std::uint32_t flags) {
   return flags;
 }
 
+// Null where the CPU can reach it as `access` says; else the GPU whose memory it is. Throws
+// Failure{EFAULT} where it is neither's.
+std::shared_ptr<softnic::DeviceMemory> gpu_or_mapped(std::uint64_t address, std::uint64_t bytes,
+                                                     std::uint32_t access) {
+  auto gpu = gpu_memory(address, bytes);
+  if (!gpu) check_range(address, bytes, (access & softnic::access::local_write) != 0);
+  return gpu;
+}
+
 }  // namespace
 
 void Context::register_mr(Call& call) {
@@ -113,9 +122,7 @@ void Context::register_mr(Call& call) {
   Pd& pd = get<Pd>(request.pd_handle);
   const std::uint32_t access = nic_access(request.access_flags);
   if ((request.start & 0xfff) != (request.hca_va & 0xfff)) throw Failure{EINVAL};
-  const auto gpu = gpu_memory(request.start, request.length);
-  if (!gpu)
-    check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
+  const auto gpu = gpu_or_mapped(request.start, request.length, access);
   auto mr = std::make_unique<Mr>();
   mr->device = device_;
   mr->bytes = request.length;
@@ -172,9 +179,7 @@ void Context::reregister_mr(Call& call) {
   std::uint32_t access = mr.access;
   if (elsewhere) {
     access = nic_access(request.access_flags);
-    options.device = gpu_memory(request.start, request.length);
-    if (!options.device)
-      check_range(request.start, request.length, (access & softnic::access::local_write) != 0);
+    options.device = gpu_or_mapped(request.start, request.length, access);
     memory = reinterpret_cast<void*>(request.start);
     bytes = request.length;
     options.iova = request.hca_va;

@@ -190,9 +190,6 @@ TEST_F(Srd, completions_of_a_queue_that_is_gone_disturb_no_other) {
 }
 
 TEST_F(Srd, a_device_that_will_not_do_is_refused_with_the_remedy) {
-  const auto expect_in = [](const std::string& text, std::initializer_list<const char*> parts) {
-    for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
-  };
   EXPECT_EQ(probe_verbs(), "");
   EXPECT_EQ(describe_verbs(), "efa_model:1, EFA's SRD");
   model().facts.writes = false;

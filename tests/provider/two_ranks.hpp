@@ -5,6 +5,7 @@
 
 #include <array>
 #include <chrono>
+#include <initializer_list>
 #include <memory>
 #include <string>
 #include <vector>
@@ -13,6 +14,10 @@
 #include "provider/registry.hpp"
 
 namespace belfry::provider {
+
+inline void expect_in(const std::string& text, std::initializer_list<const char*> parts) {
+  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
+}
 
 class TwoRanks {
  public:

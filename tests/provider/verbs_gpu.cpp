@@ -5,7 +5,6 @@
 
 #include <cstdlib>
 #include <cstring>
-#include <initializer_list>
 
 #include "belfry/device/operation.hpp"
 #include "provider/two_ranks.hpp"
@@ -13,10 +12,6 @@
 
 namespace belfry::provider {
 namespace {
-
-void expect_in(const std::string& text, std::initializer_list<const char*> parts) {
-  for (const char* part : parts) EXPECT_NE(text.find(part), std::string::npos) << text;
-}
 
 class Environment {
  public:

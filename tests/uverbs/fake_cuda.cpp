@@ -1,15 +1,15 @@
 #include "fake_cuda.hpp"
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <memory>
 #include <mutex>
 #include <optional>
 #include <vector>
+
+#include "hidden_pages.hpp"
 
 namespace {
 
@@ -19,9 +19,7 @@ using Context = int*;
 int primary = 0, other = 0;  // contexts are their addresses
 
 struct Allocation {
-  std::byte* address;
-  std::byte* behind;
-  std::size_t bytes;
+  std::unique_ptr<belfry::test::HiddenPages> pages;
   Context context;  // null: none
 };
 
@@ -34,13 +32,12 @@ std::mutex mutex;
 std::vector<Allocation> allocations;
 std::vector<std::pair<std::byte*, std::size_t>> pinned;
 std::optional<Copy> in_flight;  // one stream, one copy at a time
-bool refusing = false;
+bool refusing = false, stalling = false;
 thread_local std::vector<Context> current;
 
 const Allocation* find(std::uint64_t address, std::size_t bytes = 1) {
-  const auto* at = reinterpret_cast<const std::byte*>(address);
   for (const Allocation& a : allocations) {
-    if (at >= a.address && at + bytes <= a.address + a.bytes) return &a;
+    if (a.pages->behind(reinterpret_cast<const void*>(address), bytes) != nullptr) return &a;
   }
   return nullptr;
 }
@@ -52,11 +49,14 @@ int copy(void* host, std::uint64_t device, std::size_t bytes, bool to_host) {
   const auto* at = static_cast<const std::byte*>(host);
   for (const auto& [start, size] : pinned) is_pinned |= at >= start && at + bytes <= start + size;
   if (refusing) return unknown;
-  if (a == nullptr || !is_pinned || in_flight) return invalid_value;
+  if (a == nullptr || !is_pinned) return invalid_value;
   if (current.empty() || current.back() != (a->context != nullptr ? a->context : &primary)) {
     return invalid_context;
   }
-  std::byte* const behind = a->behind + (device - reinterpret_cast<std::uint64_t>(a->address));
+  std::byte* const behind = a->pages->behind(reinterpret_cast<const void*>(device), bytes);
+  // In the order of the stream.
+  if (in_flight && stalling) return invalid_value;
+  if (in_flight) in_flight->move();
   in_flight = Copy{[=] { std::memcpy(to_host ? host : behind, to_host ? behind : host, bytes); }};
   return success;
 }
@@ -67,19 +67,20 @@ extern "C" {
 
 FakeCudaMemory fake_cuda_memory(std::size_t bytes, bool mapped) {
   const std::lock_guard guard(mutex);
-  const int file = ::memfd_create("gpu", MFD_CLOEXEC);
-  if (::ftruncate(file, static_cast<off_t>(bytes)) != 0) std::abort();
-  void* address = ::mmap(nullptr, bytes, PROT_NONE, MAP_SHARED, file, 0);
-  void* behind = ::mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
-  ::close(file);
-  allocations.push_back({static_cast<std::byte*>(address), static_cast<std::byte*>(behind), bytes,
-                         mapped ? nullptr : &other});
-  return {address, behind};
+  allocations.push_back(
+      {std::make_unique<belfry::test::HiddenPages>(bytes), mapped ? nullptr : &other});
+  const auto& pages = allocations.back().pages;
+  return {pages->address(), pages->behind()};
 }
 
 void fake_cuda_refuse(bool refuse) {
   const std::lock_guard guard(mutex);
   refusing = refuse;
+}
+
+void fake_cuda_stall(bool stall) {
+  const std::lock_guard guard(mutex);
+  stalling = stall;
 }
 
 // ---- cuda.h's ----
@@ -93,8 +94,8 @@ int cuPointerGetAttribute(void* data, int attribute, std::uint64_t pointer) {
     case 2: *static_cast<unsigned*>(data) = 2; return success;
     case 8:
     case 9: *static_cast<int*>(data) = 0; return success;
-    case 11: *static_cast<std::byte**>(data) = a->address; return success;
-    case 12: *static_cast<std::size_t*>(data) = a->bytes; return success;
+    case 11: *static_cast<std::byte**>(data) = a->pages->address(); return success;
+    case 12: *static_cast<std::size_t*>(data) = a->pages->size(); return success;
     default: return invalid_value;
   }
 }
@@ -143,7 +144,7 @@ int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
 int cuStreamQuery(void*) {
   const std::lock_guard guard(mutex);
   if (!in_flight) return success;
-  if (!in_flight->asked) {
+  if (stalling || !in_flight->asked) {
     in_flight->asked = true;
     return not_ready;
   }

@@ -13,4 +13,6 @@ struct FakeCudaMemory {
 FakeCudaMemory fake_cuda_memory(std::size_t bytes, bool mapped);
 // Copies fail from now on, or work again.
 void fake_cuda_refuse(bool refuse);
+// Copies do not end from now on, or end again.
+void fake_cuda_stall(bool stall);
 }
