@@ -114,7 +114,7 @@ class Gpu final : public softnic::DeviceMemory {
     // A capture by another thread, in whatever mode, forbids this one nothing.
     int mode = capture_relaxed;
     (void)cu_.capture_mode(&mode);
-    bool good = ready();
+    bool good = !stuck_ && ready();
     for (std::size_t at = 0; good && at < bytes; at += staging_bytes)
       good = move(at, std::min(staging_bytes, bytes - at));
     (void)cu_.capture_mode(&mode);
@@ -134,14 +134,15 @@ class Gpu final : public softnic::DeviceMemory {
            cu_.host_alloc(&staging_, staging_bytes, pinned_portable) == success;
   }
 
-  bool finished() const {
+  bool finished() {
     const auto deadline = std::chrono::steady_clock::now() + std::chrono::seconds(10);
-    for (;;) {
-      const Result result = cu_.query(stream_);
-      if (result != not_ready) return result == success;
-      if (std::chrono::steady_clock::now() > deadline) return false;
+    Result result = not_ready;
+    while ((result = cu_.query(stream_)) == not_ready) {
+      // The copy may still come: nobody may have the buffer any more.
+      if ((stuck_ = std::chrono::steady_clock::now() > deadline)) return false;
       std::this_thread::yield();
     }
+    return result == success;
   }
 
   const Driver& cu_;
@@ -149,6 +150,7 @@ class Gpu final : public softnic::DeviceMemory {
   std::mutex mutex_;
   Handle stream_ = nullptr;
   void* staging_ = nullptr;
+  bool stuck_ = false;  // a copy did not end in its time
 };
 
 }  // namespace

@@ -93,4 +93,19 @@ TEST_F(GpuMemory, a_copy_that_the_driver_refuses_is_an_error_completion) {
   EXPECT_EQ(word, 1u);
 }
 
+// The last test: what the driver may still write to is not used again.
+TEST_F(GpuMemory,
+       a_copy_that_does_not_end_is_an_error_completion_within_the_deadline_and_the_last) {
+  const FakeCudaMemory memory = fake_cuda_memory(4096, false);
+  std::uint64_t word = 1;
+  const OwnedMr from = registration(first.get(), memory.address, 4096),
+                to = registration(first.get(), &word, sizeof(word));
+  fake_cuda_stall(true);
+  EXPECT_EQ(status_of(IBV_WR_RDMA_WRITE, from, to), IBV_WC_LOC_QP_OP_ERR);
+  fake_cuda_stall(false);
+  connect(every_access);
+  EXPECT_EQ(status_of(IBV_WR_RDMA_WRITE, from, to), IBV_WC_LOC_QP_OP_ERR);
+  EXPECT_EQ(word, 1u);
+}
+
 }  // namespace
