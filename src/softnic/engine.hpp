@@ -1888,6 +1888,8 @@ BELFRY_HOST_DEVICE Response serve_request(Env& env, EngineQp& qp, const Request&
     enter_error(env, qp, mlx5::Syndrome::remote_aborted);
     return {Response::Outcome::ok, mlx5::Syndrome::none, 0};
   }
+  // The peer acknowledged before it sent this: what it acknowledged completes before this arrives.
+  if (qp.phase == Phase::asked) serve_queue(env, qp, 1);
   if (qp.state != QpState::rtr && qp.state != QpState::rts && qp.state != QpState::sqd) {
     return {Response::Outcome::no_queue_pair, mlx5::Syndrome::none, 0};
   }
