@@ -62,12 +62,13 @@ double command_ring(std::uint32_t log2, std::uint32_t group, std::uint64_t comma
     queue::Command c;
     c.operation = queue::Operation::put;
     c.bytes = 8;
+    queue::CommandProducer pushing(ring);
     for (std::uint64_t sent = 0; sent < commands; sent += group) {
       std::uint64_t at = 0;
-      if (queue::reserve(ring, group, scope, at) != Status::ok) std::abort();
+      if (pushing.reserve(group, scope, at) != Status::ok) std::abort();
       for (std::uint32_t i = 0; i < group; ++i) {
         c.dst_offset = sent + i;
-        queue::publish(ring, at + i, c);
+        pushing.publish(at + i, c);
       }
     }
   });

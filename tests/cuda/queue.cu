@@ -73,10 +73,11 @@ __global__ void hot_push_commands(CommandRing* ring, WaitScope scope, Command co
                                   std::uint32_t* status) {
   const std::uint32_t thread = blockIdx.x * blockDim.x + threadIdx.x;
   command.dst_offset += thread * 8ull;
+  CommandProducer producer(*ring);
   std::uint64_t at = 0;
-  Status result = reserve(*ring, 1, scope, at);
+  Status result = producer.reserve(1, scope, at);
   if (result == Status::ok) {
-    publish(*ring, at, command);
+    producer.publish(at, command);
     result = wait_complete(*ring, at + 1, scope);
   }
   status[thread] = static_cast<std::uint32_t>(result);

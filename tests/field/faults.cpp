@@ -222,15 +222,16 @@ TEST(F2, a_provider_that_says_again_at_any_command_loses_nothing_and_keeps_the_o
       comm.windows = 1;
       comm.window_table = &window;
       comm.window_peers = &peer;
+      queue::CommandProducer producer(*channel.ring());
       std::uint64_t pushed = 0;
       for (int turn = 0; turn < 200; ++turn) {
         if (pushed < commands && pushed + first - *channel.ring()->tail < 4) {
           std::uint64_t at = 0;
-          ASSERT_EQ(queue::reserve(*channel.ring(), 1, WaitScope{}, at), Status::ok);
+          ASSERT_EQ(producer.reserve(1, WaitScope{}, at), Status::ok);
           queue::Command c;
           // F7: every third has all its fields zero.
           if (pushed % 3 != 0) c = op::put_value(Place{0, 0}, pushed);
-          queue::publish(*channel.ring(), at, c);
+          producer.publish(at, c);
           ++pushed;
         }
         (void)channel.progress(comm);

@@ -206,14 +206,15 @@ __global__ void push_kernel(queue::CommandRing* ring, std::uint64_t each, std::u
   WaitScope scope;
   scope.timeout_ns = scope.startup_timeout_ns = 2'000'000'000ull;
   const std::uint64_t me = blockIdx.x * blockDim.x + threadIdx.x;
+  queue::CommandProducer producer(*ring);
   for (std::uint64_t i = 0; i < each; ++i) {
     std::uint64_t at = 0;
-    if (queue::reserve(*ring, 1, scope, at) != Status::ok) {
+    if (producer.reserve(1, scope, at) != Status::ok) {
       *bad = 31;
       return;
     }
     queue::Command c = op::put_value(Place{1, me}, i);
-    queue::publish(*ring, at, c);
+    producer.publish(at, c);
   }
 }
 

@@ -15,6 +15,7 @@ namespace {
 
 using namespace belfry;
 using queue::Command;
+using queue::CommandProducer;
 using queue::Operation;
 using queue::SignalOp;
 using test::for_each_interleaving;
@@ -87,9 +88,10 @@ Command numbered(std::uint64_t n) {
 }
 
 Status push(Shared& s, const Command& command, const WaitScope& scope) {
+  CommandProducer producer(s.ring);
   std::uint64_t at = 0;
-  const Status status = queue::reserve(s.ring, 1, scope, at);
-  if (status == Status::ok) queue::publish(s.ring, at, command);
+  const Status status = producer.reserve(1, scope, at);
+  if (status == Status::ok) producer.publish(at, command);
   return status;
 }
 
@@ -217,7 +219,7 @@ TEST(CommandRing, a_command_is_seen_only_when_all_four_words_are_there) {
   for (const std::uint64_t first : first_indices(1)) {
     Shared s(1, first);
     std::uint64_t at = 0;
-    ASSERT_EQ(queue::reserve(s.ring, 1, s.scope, at), Status::ok);
+    ASSERT_EQ(CommandProducer(s.ring).reserve(1, s.scope, at), Status::ok);
     Word16 words[4];
     queue::encode(numbered(7), queue::lap_parity(at, 1), words);
     // In any order.
@@ -234,12 +236,13 @@ TEST(CommandRing, a_command_is_seen_only_when_all_four_words_are_there) {
 
 TEST(CommandRing, slots_published_out_of_order_are_consumed_in_order) {
   Shared s(3, 0xffff'ffff'ffff'fffdull);
+  CommandProducer producer(s.ring);
   std::uint64_t at = 0;
-  ASSERT_EQ(queue::reserve(s.ring, 8, s.scope, at), Status::ok);
+  ASSERT_EQ(producer.reserve(8, s.scope, at), Status::ok);
   Command seen;
   for (std::uint64_t i = 8; i-- > 0;) {
     EXPECT_FALSE(s.consumer.peek(seen));
-    queue::publish(s.ring, at + i, numbered(i));
+    producer.publish(at + i, numbered(i));
   }
   for (std::uint64_t i = 0; i < 8; ++i) {
     ASSERT_TRUE(s.consumer.peek(seen));
@@ -276,10 +279,41 @@ TEST(CommandRing, a_full_ring_is_back_pressure_not_a_loss) {
   }
 }
 
+// What a producer remembers may be laps old: it is a guess, never a claim.
+TEST(CommandRing, a_producer_that_slept_through_many_laps_takes_its_place_behind_the_others) {
+  for (const std::uint64_t first : first_indices(2)) {
+    Shared s(2, first);
+    CommandProducer sleeper(s.ring);
+    Command seen;
+    for (std::uint64_t i = 0; i < 4 * 5 + 2; ++i) {
+      ASSERT_EQ(push(s, numbered(i), s.scope), Status::ok);
+      if (i < 4 * 5) {
+        ASSERT_TRUE(s.consumer.peek(seen));
+        s.consumer.retire();
+      }
+    }
+    s.consumer.announce();
+    std::uint64_t at = 0;
+    ASSERT_EQ(sleeper.reserve(2, s.scope, at), Status::ok);
+    EXPECT_EQ(at, first + 22);
+    EXPECT_EQ(sleeper.reserve(1, s.brief, at), Status::timed_out);
+    EXPECT_EQ(s.ring.head, first + 24);
+    // With others ahead of it once more.
+    for (int i = 0; i < 2; ++i) {
+      ASSERT_TRUE(s.consumer.peek(seen));
+      s.consumer.retire();
+    }
+    s.consumer.announce();
+    ASSERT_EQ(push(s, numbered(0), s.scope), Status::ok);
+    ASSERT_EQ(sleeper.reserve(1, s.scope, at), Status::ok);
+    EXPECT_EQ(at, first + 25);
+  }
+}
+
 TEST(CommandRing, a_group_larger_than_the_ring_is_an_error_not_a_deadlock) {
   Shared s(2, 0);
   std::uint64_t at = 0;
-  EXPECT_EQ(queue::reserve(s.ring, 5, s.scope, at), Status::failed);
+  EXPECT_EQ(CommandProducer(s.ring).reserve(5, s.scope, at), Status::failed);
   EXPECT_EQ(s.error.reason, ErrorReason::bad_argument);
   EXPECT_EQ(s.error.detail, 5u);
   EXPECT_EQ(s.ring.head, 0u);
@@ -347,13 +381,17 @@ TEST(CommandRing, many_producers_and_one_consumer_lose_nothing_and_keep_each_one
         s.consumer.announce();
         return;
       }
+      // Some remember where the ring stood, some look anew.
+      CommandProducer remembering(s.ring);
       std::uint64_t sent = 0;
       for (std::uint64_t round = 0; round < rounds; ++round) {
+        CommandProducer fresh(s.ring);
+        CommandProducer& producer = rank % 2 == 0 ? remembering : fresh;
         std::uint64_t at = 0;
         const std::uint32_t group = group_of(rank);
-        ASSERT_EQ(queue::reserve(s.ring, group, s.scope, at), Status::ok);
+        ASSERT_EQ(producer.reserve(group, s.scope, at), Status::ok);
         for (std::uint32_t i = 0; i < group; ++i) {
-          queue::publish(s.ring, at + i, numbered(1000ull * rank + sent++));
+          producer.publish(at + i, numbered(1000ull * rank + sent++));
         }
         if (rank % 3 == 0) {
           EXPECT_EQ(queue::wait_complete(s.ring, at + group, s.scope), Status::ok);

@@ -148,19 +148,20 @@ __global__ void __launch_bounds__(32, 1)
   if (threadIdx.x == 0) time[blockIdx.x] = {begin, now_ns()};
 }
 
-// As a Net pushes on path proxy: one thread takes the slots for all, each fills its own. The value
+// One producer that pushes on and on: a thread takes the slots for all, each fills its own. The value
 // is the command's place in the ring, which the consumer checks.
 __global__ void __launch_bounds__(32, 1)
     push_gpu(queue::CommandRing* ring, std::uint64_t rounds, Outcome* outcome) {
   WaitScope scope;
   scope.timeout_ns = scope.startup_timeout_ns = 10'000'000'000ull;
   const std::uint32_t count = blockDim.x;
+  queue::CommandProducer producer(*ring);
   for (std::uint64_t i = 0; i < rounds; ++i) {
     unsigned long long first = 0;
     unsigned status = 0;
     if (threadIdx.x == 0) {
       std::uint64_t at = 0;
-      status = static_cast<unsigned>(queue::reserve(*ring, count, scope, at));
+      status = static_cast<unsigned>(producer.reserve(count, scope, at));
       first = at;
     }
     if (count != 1) {
@@ -172,7 +173,7 @@ __global__ void __launch_bounds__(32, 1)
       return note(outcome, static_cast<Status>(status));
     }
     const std::uint64_t at = first + threadIdx.x;
-    queue::publish(*ring, at, op::put_value(Place{1, 0}, at));
+    producer.publish(at, op::put_value(Place{1, 0}, at));
   }
 }
 

@@ -648,11 +648,12 @@ class NetSet {
     Ticket ticket;
     ticket.route = &in_table;
     ticket.slot = c.result_slot;
+    queue::CommandProducer producer(*r.ring);
     std::uint64_t first = 0;
-    ticket.status = queue::reserve(*r.ring, 1, comm_.scope, first);
+    ticket.status = producer.reserve(1, comm_.scope, first);
     if (ticket.status != Status::ok) return ticket;
     release_payload(r, c, pay_fence);
-    queue::publish(*r.ring, first, c);
+    producer.publish(first, c);
     ticket.end = first + 1;
     return ticket;
   }
@@ -669,8 +670,9 @@ class NetSet {
     Ticket ticket;
     ticket.route = &in_table;
     ticket.slot = c.result_slot;
+    queue::CommandProducer producer(*r.ring);
     std::uint64_t first = 0;
-    if (lane == first_lane) ticket.status = queue::reserve(*r.ring, count, comm_.scope, first);
+    if (lane == first_lane) ticket.status = producer.reserve(count, comm_.scope, first);
     __syncwarp(together);  // as in post_lanes()
     ticket.status = static_cast<Status>(__shfl_sync(
         together, static_cast<std::uint32_t>(ticket.status), static_cast<int>(first_lane)));
@@ -678,7 +680,7 @@ class NetSet {
     first =
         __shfl_sync(together, static_cast<unsigned long long>(first), static_cast<int>(first_lane));
     release_payload(r, c, pay_fence);
-    queue::publish(*r.ring, first + before, c);
+    producer.publish(first + before, c);
     ticket.end = first + before + 1;
     return ticket;
   }

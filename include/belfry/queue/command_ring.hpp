@@ -155,49 +155,81 @@ BELFRY_HOST_DEVICE inline void initialise(CommandRing& ring, std::uint64_t first
   }
 }
 
-// Takes `count` consecutive slots, waiting for room. One thread calls for a whole group; count
-// must not exceed the depth. The tail is read from the consumer's memory only when the cached
-// copy shows no room: over PCIe that read costs more than everything else here.
-BELFRY_HOST_DEVICE inline Status reserve(CommandRing& ring, std::uint32_t count,
-                                         const WaitScope& scope, std::uint64_t& first) {
-  if (count > ring.depth) {
-    ErrorRecord failure{};
-    failure.reason = ErrorReason::bad_argument;
-    failure.peer = ring.peer;
-    failure.detail = count;
-    raise(scope.error, failure);
-    return Status::failed;
+// The producers' side: each thread makes its own. It remembers where the ring stood, so that one who
+// pushes again and again pays a single trip to the ring's memory for a reservation, the exchange on
+// `head`. The ring must not be moved meanwhile.
+class CommandProducer {
+ public:
+  BELFRY_HOST_DEVICE explicit CommandProducer(CommandRing& ring)
+      : ring_(&ring),
+        slots_(ring.slots),
+        depth_(ring.depth),
+        depth_log2_(ring.depth_log2),
+        next_(load<Order::relaxed, Scope::device>(&ring.head)),
+        // Acquire, as in reserve().
+        tail_(load<Order::acquire, Scope::device>(&ring.tail_cache)) {}
+
+  // Takes `count` consecutive slots, waiting for room. One thread calls for a whole group; count
+  // must not exceed the depth. The tail is read from the consumer's memory only when no copy shows
+  // room: over PCIe that read costs more than everything else here.
+  BELFRY_HOST_DEVICE Status reserve(std::uint32_t count, const WaitScope& scope,
+                                    std::uint64_t& first) {
+    if (count > depth_) {
+      ErrorRecord failure{};
+      failure.reason = ErrorReason::bad_argument;
+      failure.peer = ring_->peer;
+      failure.detail = count;
+      raise(scope.error, failure);
+      return Status::failed;
+    }
+    return wait_until(scope, "command ring space", depth_, ring_->peer, count, ring_->tail,
+                      [&] { return take(count, first); });
   }
-  std::uint64_t next = load<Order::relaxed, Scope::device>(&ring.head);
-  return wait_until(scope, "command ring space", ring.depth, ring.peer, count, ring.tail, [&] {
+
+  // Writes one reserved slot, of this or another thread's reservation; the consumer sees it as soon
+  // as its four words have the lap's parity. What the command refers to must have been released at
+  // system scope before.
+  BELFRY_HOST_DEVICE void publish(std::uint64_t index, const Command& command) const {
+    Word16 words[4];
+    encode(command, lap_parity(index, depth_log2_), words);
+    CommandSlot& slot = slots_[index & (depth_ - 1)];
+    for (int i = 0; i < 4; ++i) store_word16(&slot.words[i], words[i]);
+  }
+
+ private:
+  BELFRY_HOST_DEVICE bool room(std::uint32_t count) const {
+    return reached(tail_ + depth_, next_ + count);
+  }
+
+  BELFRY_HOST_DEVICE bool take(std::uint32_t count, std::uint64_t& first) {
     for (;;) {
-      std::uint64_t tail = load<Order::acquire, Scope::device>(&ring.tail_cache);
-      if (!reached(tail + ring.depth, next + count)) {
-        // Acquire: the consumer has read the slots before they are written again.
-        tail = load<Order::acquire, Scope::system>(ring.tail);
-        store<Order::release, Scope::device>(&ring.tail_cache, tail);
-        if (!reached(tail + ring.depth, next + count)) {
-          next = load<Order::relaxed, Scope::device>(&ring.head);
+      if (!room(count)) {
+        // Acquire, both: the consumer has read the slots before they are written again.
+        tail_ = load<Order::acquire, Scope::device>(&ring_->tail_cache);
+        if (!room(count)) {
+          tail_ = load<Order::acquire, Scope::system>(ring_->tail);
+          store<Order::release, Scope::device>(&ring_->tail_cache, tail_);
+        }
+        if (!room(count)) {
+          next_ = load<Order::relaxed, Scope::device>(&ring_->head);
           return false;
         }
       }
-      if (compare_exchange<Order::relaxed, Scope::device>(&ring.head, next, next + count)) {
-        first = next;
+      // What stood there instead is what is tried next.
+      if (compare_exchange<Order::relaxed, Scope::device>(&ring_->head, next_, next_ + count)) {
+        first = next_;
+        next_ += count;
         return true;
       }
     }
-  });
-}
+  }
 
-// Writes one reserved slot; the consumer sees it as soon as its four words have the lap's
-// parity. What the command refers to must have been released at system scope before.
-BELFRY_HOST_DEVICE inline void publish(CommandRing& ring, std::uint64_t index,
-                                       const Command& command) {
-  Word16 words[4];
-  encode(command, lap_parity(index, ring.depth_log2), words);
-  CommandSlot& slot = ring.slots[index & (ring.depth - 1)];
-  for (int i = 0; i < 4; ++i) store_word16(&slot.words[i], words[i]);
-}
+  CommandRing* ring_;
+  CommandSlot* slots_;
+  std::uint32_t depth_, depth_log2_;
+  std::uint64_t next_;  // the ring's head when it was last seen
+  std::uint64_t tail_;  // a lower bound of the consumer's
+};
 
 BELFRY_HOST_DEVICE inline Status wait_complete(const CommandRing& ring, std::uint64_t end,
                                                const WaitScope& scope) {
