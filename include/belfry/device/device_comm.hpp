@@ -93,7 +93,7 @@ inline constexpr std::uint32_t barrier_rounds = 16;  // dissemination: up to 655
 inline constexpr std::uint32_t team_kinds = 3;
 
 inline constexpr std::uint32_t device_comm_magic = 0x62667279;
-inline constexpr std::uint32_t device_comm_version = 1;
+inline constexpr std::uint32_t device_comm_version = 2;
 
 struct DeviceComm {
   // These five never move: a kernel built against another version still finds them.

@@ -563,9 +563,9 @@ class NetSet {
     return ticket;
   }
 
-  BELFRY_DEVICE Ticket post_alone(const Route& in_table, queue::SendQueue& q,
-                                  queue::SolePoster& sole, const queue::Command& c,
-                                  const post::Resolved& resolved) const {
+  BELFRY_DEVICE BELFRY_INLINE Ticket post_alone(const Route& in_table, queue::SendQueue& q,
+                                                queue::SolePoster& sole, const queue::Command& c,
+                                                const post::Resolved& resolved) const {
     Ticket ticket;
     ticket.route = &in_table;
     ticket.status = post::submit_alone(q, sole, c, resolved, comm_.scope, ticket.end);

@@ -12,8 +12,7 @@ namespace belfry::post {
 
 // The largest piece of one WQE: its length field has 31 bits.
 inline constexpr std::uint64_t max_piece = 1ull << 30;
-// Payloads up to this size ride in the WQE's own block: the NIC then fetches nothing.
-inline constexpr std::uint32_t one_block_inline = 28;
+using queue::one_block_inline;
 
 // An operation with its windows resolved for one peer.
 struct Resolved {
@@ -269,7 +268,7 @@ class Steps {
 // The WQEs of one operation on one queue: how many, how large each is, and how each is built.
 class Sequence {
  public:
-  BELFRY_HOST_DEVICE Sequence(const queue::SendQueue& queue, const queue::Command& command,
+  BELFRY_HOST_DEVICE Sequence(const queue::QueueShape& queue, const queue::Command& command,
                               const Resolved& resolved, Source source = Source::at_posting)
       : queue_(queue), c_(command), r_(resolved), source_(source), steps_(command, resolved) {}
 
@@ -282,6 +281,12 @@ class Sequence {
       return queue::inline_blocks(static_cast<std::uint32_t>(c_.bytes));
     }
     return 1;
+  }
+
+  // At most one WQE of data and a tail, of a block each.
+  BELFRY_HOST_DEVICE bool brief() const {
+    return steps_.data() <= 1 && c_.operation != queue::Operation::swap &&
+           c_.operation != queue::Operation::put_packet;
   }
 
   BELFRY_HOST_DEVICE void build(std::uint64_t i, std::uint64_t index,
@@ -357,7 +362,7 @@ class Sequence {
     }
   }
 
-  const queue::SendQueue& queue_;
+  const queue::QueueShape& queue_;
   const queue::Command& c_;
   const Resolved& r_;
   Source source_;
@@ -430,20 +435,52 @@ BELFRY_HOST_DEVICE inline Status submit(queue::SendQueue& q, const queue::Comman
   return Status::ok;
 }
 
-// As submit(), by the only poster of the queue (a Link that was told so): no atomics.
-BELFRY_HOST_DEVICE inline Status submit_alone(queue::SendQueue& q, queue::SolePoster& sole,
-                                              const queue::Command& c, const Resolved& resolved,
-                                              const WaitScope& scope, std::uint64_t& end) {
+namespace detail {
+
+// By value, as in queue::detail::await_completed().
+BELFRY_HOST_DEVICE BELFRY_COLD Status submit_long(queue::SendQueue& q, queue::SolePoster sole,
+                                                  queue::Command c, Resolved resolved,
+                                                  const WaitScope& scope, std::uint64_t& end,
+                                                  queue::SolePoster& after) {
   const Sequence sequence(q, c, resolved);
-  for (std::uint64_t done = 0; done < sequence.size();) {
+  Status status = Status::ok;
+  for (std::uint64_t done = 0; done < sequence.size() && status == Status::ok;) {
     std::uint32_t blocks = 0;
-    const std::uint64_t stop = detail::fitting(sequence, done, q.depth, blocks);
-    const Status status = queue::await_room(q, sole, blocks, scope);
-    if (status != Status::ok) return status;
-    end = detail::build(q, c, sequence, done, stop, sole.next);
+    const std::uint64_t stop = fitting(sequence, done, q.depth, blocks);
+    status = queue::await_room(q, sole, blocks, scope);
+    if (status != Status::ok) break;
+    end = build(q, c, sequence, done, stop, sole.next);
     queue::publish(q, sole, end);
     done = stop;
   }
+  after = sole;
+  return status;
+}
+
+}  // namespace detail
+
+// As submit(), by the only poster of the queue (a Link that was told so): no atomics.
+BELFRY_HOST_DEVICE BELFRY_INLINE Status submit_alone(queue::SendQueue& q, queue::SolePoster& sole,
+                                                     const queue::Command& c,
+                                                     const Resolved& resolved,
+                                                     const WaitScope& scope, std::uint64_t& end) {
+  const Sequence sequence(sole.shape, c, resolved);
+  if (!sequence.brief()) [[unlikely]] {
+    queue::SolePoster after;
+    std::uint64_t last = end;
+    const Status status = detail::submit_long(q, sole, c, resolved, scope, last, after);
+    sole = after;
+    end = last;
+    return status;
+  }
+  const auto blocks = static_cast<std::uint32_t>(sequence.size());
+  const Status status = queue::await_room(q, sole, blocks, scope);
+  if (status != Status::ok) return status;
+  end = sole.next + blocks;
+  if (blocks == 2) sequence.build(0, sole.next, queue::Signalled::no);
+  sequence.build(blocks - 1, end - 1, queue::Signalled::yes);
+  if (c.has_counter) queue::attach_counter(q, end - 1, c.counter_id);
+  queue::publish(q, sole, end);
   return Status::ok;
 }
 

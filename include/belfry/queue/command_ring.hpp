@@ -155,9 +155,9 @@ BELFRY_HOST_DEVICE inline void initialise(CommandRing& ring, std::uint64_t first
   }
 }
 
-// The producers' side: each thread makes its own. It remembers where the ring stood, so that one who
-// pushes again and again pays a single trip to the ring's memory for a reservation, the exchange on
-// `head`. The ring must not be moved meanwhile.
+// The producers' side: each thread makes its own. It remembers where the ring stood, so that one
+// who pushes again and again pays a single trip to the ring's memory for a reservation, the
+// exchange on `head`. The ring must not be moved meanwhile.
 class CommandProducer {
  public:
   BELFRY_HOST_DEVICE explicit CommandProducer(CommandRing& ring)

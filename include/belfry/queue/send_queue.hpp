@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <cstring>
 
 #include "belfry/mlx5/cqe.hpp"
 #include "belfry/mlx5/doorbell.hpp"
@@ -18,28 +19,32 @@ namespace belfry::queue {
 // `depth` blocks are outstanding, so 2 * depth must not exceed 65536.
 inline constexpr std::uint32_t max_depth = 32768;
 
-// The queue as its posters share it. Indices are 64-bit block numbers that never wrap in
-// practice but are compared as if they did; the hardware sees their low 16 bits. Plain data:
-// lies in memory that every poster can reach, zeroed and then filled by initialise().
-struct SendQueue {
-  // Constant once the queue is connected.
+// What building and announcing a WQE take of its queue. Constant once the queue is connected.
+struct QueueShape {
   mlx5::WqeBlock* ring;
   mlx5::DoorbellRecord* record;
   std::uint64_t* doorbell;  // the register; nullptr: the NIC polls the record, and is a kernel of
                             // the GPU (or a thread of the host) that the posters run on
+  std::uint64_t* results;   // [result_slots] 8-byte targets of fetching atomics
+  std::uint32_t depth;      // blocks, a power of two
+  std::uint32_t qpn;
+  std::uint32_t results_lkey;
+};
+
+// The queue as its posters share it. Indices are 64-bit block numbers that never wrap in
+// practice but are compared as if they did; the hardware sees their low 16 bits. Plain data:
+// lies in memory that every poster can reach, zeroed and then filled by initialise().
+struct SendQueue : QueueShape {
+  // Constant once the queue is connected, as the shape is.
+  std::uint32_t cq_depth;  // entries, a power of two >= depth; 1 when collapsed
   mlx5::Cqe* cqes;
   mlx5::CqDoorbellRecord* cq_record;
   std::uint32_t* slot_counters;  // [depth]: 1 + the counter that the WQE starting here bumps,
                                  // and the marks of posters who gave up (detail::left_*)
   std::uint64_t* counters;       // the context's counters
-  std::uint64_t* results;        // [result_slots] 8-byte targets of fetching atomics
   std::uint32_t* result_busy;    // [result_slots]
   ErrorRecord* error;
-  std::uint32_t depth;     // blocks, a power of two
-  std::uint32_t cq_depth;  // entries, a power of two >= depth; 1 when collapsed
-  std::uint32_t qpn;
   std::uint32_t collapsed;
-  std::uint32_t results_lkey;
   std::uint32_t result_slots;
   std::uint32_t max_inline;  // bytes of payload a WQE may carry
   std::uint32_t context;
@@ -343,7 +348,7 @@ BELFRY_HOST_DEVICE inline Status reserve(SendQueue& queue, std::uint32_t blocks,
 // ---- build ---------------------------------------------------------------------------------
 
 // The n-th 16-byte segment of the WQE that starts at block `index`, over the ring's end.
-BELFRY_HOST_DEVICE inline void* segment(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void* segment(const QueueShape& queue, std::uint64_t index,
                                         std::uint32_t n) {
   const std::uint64_t mask = queue.depth * 4ull - 1;
   return reinterpret_cast<std::byte*>(queue.ring) +
@@ -351,11 +356,18 @@ BELFRY_HOST_DEVICE inline void* segment(const SendQueue& queue, std::uint64_t in
 }
 
 template <class Segment>
-BELFRY_HOST_DEVICE inline void put_segment(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void put_segment(const QueueShape& queue, std::uint64_t index,
                                            std::uint32_t n, const Segment& value) {
   static_assert(sizeof(Segment) == mlx5::wqe_segment_bytes);
-  *static_cast<Segment*>(segment(queue, index, n)) = value;
+  // In one access, whatever the segment's fields are.
+  Word16 word;
+  std::memcpy(&word, &value, sizeof(word));
+  *static_cast<Word16*>(segment(queue, index, n)) = word;
 }
+
+struct Words {
+  std::uint32_t word[4];
+};
 
 struct RemoteBuffer {
   std::uint64_t address;
@@ -374,7 +386,7 @@ enum class Signalled : std::uint8_t {
   yes = mlx5::completion_always
 };
 
-BELFRY_HOST_DEVICE inline void build_control(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_control(const QueueShape& queue, std::uint64_t index,
                                              mlx5::Opcode opcode, std::uint8_t opmod,
                                              std::uint32_t ds, Signalled signalled,
                                              std::uint32_t immediate = 0) {
@@ -383,13 +395,13 @@ BELFRY_HOST_DEVICE inline void build_control(const SendQueue& queue, std::uint64
                                     static_cast<std::uint8_t>(signalled), immediate));
 }
 
-BELFRY_HOST_DEVICE inline void build_remote(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_remote(const QueueShape& queue, std::uint64_t index,
                                             RemoteBuffer remote) {
   put_segment(queue, index, 1,
               mlx5::RemoteAddressSegment{mlx5::be64(remote.address), mlx5::be32(remote.rkey), 0});
 }
 
-BELFRY_HOST_DEVICE inline void build_data(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_data(const QueueShape& queue, std::uint64_t index,
                                           std::uint32_t n, LocalBuffer local, std::uint32_t bytes) {
   put_segment(
       queue, index, n,
@@ -398,7 +410,7 @@ BELFRY_HOST_DEVICE inline void build_data(const SendQueue& queue, std::uint64_t 
 
 // RDMA WRITE or READ of up to 2 GiB - 1; one block. Nothing to move means no data segment: the
 // hardware reads a byte count of 0 as 2 GiB.
-BELFRY_HOST_DEVICE inline void build_transfer(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_transfer(const QueueShape& queue, std::uint64_t index,
                                               mlx5::Opcode opcode, RemoteBuffer remote,
                                               LocalBuffer local, std::uint32_t bytes,
                                               Signalled signalled) {
@@ -415,24 +427,39 @@ BELFRY_HOST_DEVICE constexpr std::uint32_t inline_blocks(std::uint32_t bytes) {
   return mlx5::blocks_of(2 + inline_segments(bytes));
 }
 
+// Payloads up to this size ride in the WQE's own block: the NIC then fetches nothing.
+inline constexpr std::uint32_t one_block_inline = 28;
+
 // RDMA WRITE whose payload rides in the WQE; inline_blocks(bytes) blocks. `payload(i)` returns
 // the i-th 32-bit word of the payload.
 template <class Payload>
-BELFRY_HOST_DEVICE inline void build_write_inline(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_write_inline(const QueueShape& queue, std::uint64_t index,
                                                   RemoteBuffer remote, std::uint32_t bytes,
                                                   Signalled signalled, Payload&& payload) {
   build_control(queue, index, mlx5::Opcode::rdma_write, 0, 2 + inline_segments(bytes), signalled);
   build_remote(queue, index, remote);
   const std::uint32_t words = (bytes + 3) / 4;
+  const std::uint32_t header = mlx5::be32(bytes | mlx5::inline_flag).raw;
+  if (bytes <= one_block_inline) {
+    // All words at once: each may be a load from far.
+    std::uint32_t word[8] = {header};
+    BELFRY_UNROLL
+    for (std::uint32_t i = 0; i < 7; ++i) {
+      if (i < words) word[i + 1] = payload(i);
+    }
+    put_segment(queue, index, 2, Words{word[0], word[1], word[2], word[3]});
+    if (words > 3) put_segment(queue, index, 3, Words{word[4], word[5], word[6], word[7]});
+    return;
+  }
   auto word_at = [&](std::uint32_t n) {
     return static_cast<std::uint32_t*>(segment(queue, index, 2 + n / 4)) + n % 4;
   };
-  *word_at(0) = mlx5::be32(bytes | mlx5::inline_flag).raw;
+  *word_at(0) = header;
   for (std::uint32_t i = 0; i < words; ++i) *word_at(i + 1) = payload(i);
 }
 
 // 8-byte fetch-and-add; one block. The old value lands at `result`, in host byte order.
-BELFRY_HOST_DEVICE inline void build_fetch_add(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_fetch_add(const QueueShape& queue, std::uint64_t index,
                                                RemoteBuffer remote, LocalBuffer result,
                                                std::uint64_t add, Signalled signalled) {
   build_control(queue, index, mlx5::Opcode::fetch_add, 0, 4, signalled);
@@ -442,7 +469,7 @@ BELFRY_HOST_DEVICE inline void build_fetch_add(const SendQueue& queue, std::uint
 }
 
 // 8-byte compare-and-swap; one block.
-BELFRY_HOST_DEVICE inline void build_compare_swap(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_compare_swap(const QueueShape& queue, std::uint64_t index,
                                                   RemoteBuffer remote, LocalBuffer result,
                                                   std::uint64_t compare, std::uint64_t swap,
                                                   Signalled signalled) {
@@ -454,7 +481,7 @@ BELFRY_HOST_DEVICE inline void build_compare_swap(const SendQueue& queue, std::u
 
 // 8-byte unconditional swap: a masked compare-and-swap that compares no bit; swap_blocks blocks.
 inline constexpr std::uint32_t swap_blocks = 2;
-BELFRY_HOST_DEVICE inline void build_swap(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_swap(const QueueShape& queue, std::uint64_t index,
                                           RemoteBuffer remote, LocalBuffer result,
                                           std::uint64_t value, Signalled signalled) {
   build_control(queue, index, mlx5::Opcode::masked_compare_swap, mlx5::opmod_atomic_8, 5,
@@ -466,7 +493,7 @@ BELFRY_HOST_DEVICE inline void build_swap(const SendQueue& queue, std::uint64_t 
 }
 
 // A WQE that does nothing; one block.
-BELFRY_HOST_DEVICE inline void build_nop(const SendQueue& queue, std::uint64_t index,
+BELFRY_HOST_DEVICE inline void build_nop(const QueueShape& queue, std::uint64_t index,
                                          Signalled signalled) {
   build_control(queue, index, mlx5::Opcode::nop, 0, 1, signalled);
 }
@@ -538,38 +565,60 @@ BELFRY_HOST_DEVICE inline Status make_ready(SendQueue& queue, std::uint64_t firs
 // What the only poster of a queue knows without asking. While it lives nobody else reserves,
 // publishes or rings; anyone may poll and wait.
 struct SolePoster {
+  QueueShape shape{};
   std::uint64_t next = 0;       // the first block that is free
   std::uint64_t completed = 0;  // at the last look
 };
 
 BELFRY_HOST_DEVICE inline SolePoster sole_poster(const SendQueue& queue) {
-  return {load<Order::acquire, Scope::device>(&queue.reserved),
+  return {queue, load<Order::acquire, Scope::device>(&queue.reserved),
           load<Order::acquire, Scope::device>(&queue.completed)};
 }
 
+namespace detail {
+
+BELFRY_HOST_DEVICE BELFRY_INLINE bool has_room(const SolePoster& sole, std::uint32_t blocks) {
+  return sole.next + blocks - sole.completed <= sole.shape.depth;
+}
+
+// By value: a poster whose address is handed on would have to live in memory.
+BELFRY_HOST_DEVICE BELFRY_COLD Status await_completed(SendQueue& queue, SolePoster sole,
+                                                      std::uint32_t blocks, const WaitScope& scope,
+                                                      std::uint64_t& completed) {
+  const Status status = wait_until(scope, "queue space", queue.qpn, queue.peer,
+                                   sole.next + blocks - queue.depth, &queue.completed, [&] {
+                                     poll(queue);
+                                     // Acquire, as in try_reserve().
+                                     sole.completed =
+                                         load<Order::acquire, Scope::device>(&queue.completed);
+                                     return has_room(sole, blocks);
+                                   });
+  completed = sole.completed;
+  return status;
+}
+
+}  // namespace detail
+
 // As reserve(), without an atomic; nothing is taken until publish() is told of it.
-BELFRY_HOST_DEVICE inline Status await_room(SendQueue& queue, SolePoster& sole,
-                                            std::uint32_t blocks, const WaitScope& scope) {
-  const auto room = [&] { return sole.next + blocks - sole.completed <= queue.depth; };
-  if (room()) return Status::ok;
-  return wait_until(scope, "queue space", queue.qpn, queue.peer, sole.next + blocks - queue.depth,
-                    &queue.completed, [&] {
-                      poll(queue);
-                      // Acquire, as in try_reserve().
-                      sole.completed = load<Order::acquire, Scope::device>(&queue.completed);
-                      return room();
-                    });
+BELFRY_HOST_DEVICE BELFRY_INLINE Status await_room(SendQueue& queue, SolePoster& sole,
+                                                   std::uint32_t blocks, const WaitScope& scope) {
+  if (detail::has_room(sole, blocks)) return Status::ok;
+  std::uint64_t completed = 0;
+  const Status status = detail::await_completed(queue, sole, blocks, scope, completed);
+  sole.completed = completed;
+  return status;
 }
 
 // make_ready() and ring() in one: announces the blocks from `sole.next` to `end`, which are built.
-BELFRY_HOST_DEVICE inline void publish(SendQueue& queue, SolePoster& sole, std::uint64_t end) {
+BELFRY_HOST_DEVICE BELFRY_INLINE void publish(SendQueue& queue, SolePoster& sole,
+                                              std::uint64_t end) {
   sole.next = end;
   const std::uint32_t record = mlx5::be32(static_cast<std::uint32_t>(end) & 0xffff).raw;
   // Release: those who poll see the WQEs behind `ready`, the NIC sees them behind the record. A GPU
   // pays one fence for both, of the scope that ring() has; for a CPU release stores cost nothing.
   constexpr Order told = BELFRY_ON_GPU != 0 ? Order::relaxed : Order::release;
 #if BELFRY_ON_GPU
-  if (queue.doorbell == nullptr) {
+  if (sole.shape.doorbell == nullptr) {
     fence<Order::release, Scope::device>();
   } else {
     fence<Order::release, Scope::system>();
@@ -577,10 +626,10 @@ BELFRY_HOST_DEVICE inline void publish(SendQueue& queue, SolePoster& sole, std::
 #endif
   store<Order::relaxed, Scope::device>(&queue.reserved, end);
   store<told, Scope::device>(&queue.ready, end);
-  store<told, Scope::system>(&queue.record->send.raw, record);
-  if (queue.doorbell != nullptr) {
-    store_doorbell(queue.doorbell,
-                   mlx5::doorbell_value(static_cast<std::uint32_t>(end), queue.qpn));
+  store<told, Scope::system>(&sole.shape.record->send.raw, record);
+  if (sole.shape.doorbell != nullptr) {
+    store_doorbell(sole.shape.doorbell,
+                   mlx5::doorbell_value(static_cast<std::uint32_t>(end), sole.shape.qpn));
   }
   store<Order::relaxed, Scope::device>(&queue.rung, end);
 }
@@ -612,7 +661,7 @@ BELFRY_HOST_DEVICE inline void release_result(Owner& owner, std::uint32_t slot) 
   store<Order::release, Scope::device>(&owner.result_busy[slot], 0u);
 }
 
-BELFRY_HOST_DEVICE inline LocalBuffer result_buffer(const SendQueue& queue, std::uint32_t slot) {
+BELFRY_HOST_DEVICE inline LocalBuffer result_buffer(const QueueShape& queue, std::uint32_t slot) {
   return {reinterpret_cast<std::uint64_t>(&queue.results[slot]), queue.results_lkey};
 }
 
