@@ -27,8 +27,8 @@ inline constexpr std::uint32_t slots_per_front = lanes;  // QPs of one front: a 
 inline constexpr std::uint64_t solo_bytes = 4096;
 inline constexpr std::uint64_t team_bytes = 65536;
 // Chunks of a grid job: small enough that no mover is left with much when the others are done.
-inline constexpr std::uint64_t grid_chunk = 8192;
-inline constexpr std::uint64_t small_grid_chunk = 4096;
+inline constexpr std::uint32_t log2_grid_chunk = 13;
+inline constexpr std::uint32_t log2_small_grid_chunk = 12;
 inline constexpr std::uint64_t small_grid_bytes = 4 << 20;
 // Chunks that a mover takes of one job before it looks for others.
 inline constexpr std::uint32_t grid_visit = 8;

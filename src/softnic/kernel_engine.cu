@@ -95,6 +95,7 @@ struct Front {
   std::uint32_t warp;      // of its CTA: the number of its team job
   std::uint32_t job_busy;  // its grid job is under way
   bool strict, faulty, poll_records;
+  bool paced, ordered_writes;  // as the tables say, which functions that are called read from far
   std::uint64_t patience_ns;
 };
 
@@ -103,6 +104,12 @@ struct Shared {
   Front front[max_fronts_per_cta];
 };
 static_assert(sizeof(Shared) <= 48 * 1024, "static shared memory");
+
+// Called and not handed on, so that a function that is not inlined knows what kind of memory it is.
+BELFRY_DEVICE BELFRY_INLINE Shared& shared_of_cta() {
+  __shared__ Shared shared;
+  return shared;
+}
 
 BELFRY_DEVICE BELFRY_INLINE std::uint32_t low(std::uint64_t v) {
   return static_cast<std::uint32_t>(v);
@@ -172,8 +179,9 @@ BELFRY_DEVICE BELFRY_INLINE void copy_chunk(std::byte* to, const std::byte* from
   copy_by_warp(to + begin, from + begin, (end < bytes ? end : bytes) - begin, lane);
 }
 BELFRY_DEVICE BELFRY_INLINE std::uint64_t chunks_of(const std::byte* to, std::uint64_t bytes,
-                                                    std::uint64_t chunk) {
-  return ((reinterpret_cast<std::uintptr_t>(to) & 15) + bytes + chunk - 1) / chunk;
+                                                    std::uint32_t log2_chunk) {
+  const std::uint64_t skew = reinterpret_cast<std::uintptr_t>(to) & 15;
+  return (skew + bytes + (1ull << log2_chunk) - 1) >> log2_chunk;
 }
 
 // Takes and copies one chunk; false when there was none. Who takes the last one clears the job's
@@ -201,8 +209,8 @@ BELFRY_DEVICE BELFRY_INLINE void copy_by_front(Board& board, std::uint32_t numbe
                                                std::uint32_t lane) {
   TeamJob& job = board.team[number];
   const bool alone = bytes <= solo_bytes;
-  const std::uint32_t chunk = bytes <= 32768 ? 2048 : 4096;
-  const auto chunks = static_cast<std::uint32_t>(chunks_of(to, bytes, chunk));
+  const std::uint32_t log2_chunk = bytes <= 32768 ? 11 : 12, chunk = 1u << log2_chunk;
+  const auto chunks = static_cast<std::uint32_t>(chunks_of(to, bytes, log2_chunk));
   if (!alone) {
     if (lane == 0) {
       job.to = to;
@@ -262,8 +270,9 @@ BELFRY_DEVICE BELFRY_INLINE bool help_teams(Board& board, std::uint32_t& turn, s
   return true;
 }
 
-BELFRY_DEVICE void run_mover(const Tables& t, Board& board, std::uint32_t number,
-                             std::uint32_t lane) {
+BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number) {
+  const std::uint32_t lane = this_lane();
+  Board& board = shared_of_cta().board;
   std::uint32_t turn = number, grid_turn = number;
   std::uint32_t held = 0, held_chunks = 0;  // copied and not yet said so
   for (;;) {
@@ -347,6 +356,12 @@ BELFRY_DEVICE BELFRY_INLINE std::byte* admitted(const KeyEntry& e, const Access&
   const bool good = a.wanted && a.key != 0 && e.key == a.key && e.peer == a.peer &&
                     offset <= e.bytes && bytes <= e.bytes - offset && (e.access & a.need) == a.need;
   return good ? reinterpret_cast<std::byte*>(e.pointer + offset) : nullptr;
+}
+
+// Where the bytes are if the cache knows the key and all is well, else null.
+BELFRY_DEVICE BELFRY_INLINE std::byte* cached(const Front& f, const Access& a,
+                                              std::uint64_t bytes) {
+  return a.wanted ? admitted(f.cache[cache_place(a)], a, bytes) : nullptr;
 }
 
 BELFRY_DEVICE BELFRY_INLINE void fetch_entry(const Tables& t, Front& f, const Access& a,
@@ -552,10 +567,12 @@ BELFRY_DEVICE BELFRY_INLINE void place_short(std::byte* to, std::uint32_t bytes,
 // Serves what the lanes can read at once of one queue: at most 32 WQEs of one block each, up to
 // the first that is not for this path. `said` is the record's index; traced: seen at `seen_ns`.
 template <bool Traced>
-BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::uint32_t id,
-                                std::uint32_t slot, std::uint32_t said,
-                                [[maybe_unused]] std::uint64_t seen_ns) {
+BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp, std::uint32_t id,
+                                             std::uint32_t slot, std::uint32_t said,
+                                             [[maybe_unused]] std::uint64_t seen_ns) {
   const std::uint32_t lane = this_lane();
+  Board& board = shared_of_cta().board;
+  Front& f = shared_of_cta().front[warp];
   HotQp& q = f.qp[slot];
   HotCq& cq = f.cq[q.cq];
   const std::uint32_t consumer = q.consumer;
@@ -669,7 +686,7 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
     n = first_of(large);
   }
   std::int64_t due = 0;
-  if (t.latency_ns != 0 || t.picoseconds_per_kib != 0) [[unlikely]] {
+  if (f.paced) [[unlikely]] {
     const std::uint32_t kib = __reduce_add_sync(all_lanes, lane < n ? (bytes + 1023) / 1024 : 0);
     due = due_cycle(t, q, std::uint64_t{kib} * 1024, lane);
     while ((large & 1) == 0 && clock64() < due && !stopped(board)) {
@@ -690,20 +707,21 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
       std::byte* to = from_lane(reading ? local : remote, at);
       const std::byte* from = from_lane(reading ? remote : local, at);
       const std::uint32_t key = from_lane(rkey, at);
-      if (dirty && (t.ordered_writes != 0 || (!reading && dirty_rkey != key))) {
+      if (dirty && (f.ordered_writes || (!reading && dirty_rkey != key))) {
         release_all();
         dirty = false;
       }
       if (!reading) dirty_rkey = key;
       if (length > team_bytes) {
         if (lane == 0) {
-          const std::uint64_t chunk = length <= small_grid_bytes ? small_grid_chunk : grid_chunk;
-          const std::uint64_t chunks = chunks_of(to, length, chunk);
+          const std::uint32_t log2_chunk =
+              length <= small_grid_bytes ? log2_small_grid_chunk : log2_grid_chunk;
+          const std::uint64_t chunks = chunks_of(to, length, log2_chunk);
           GridJob& job = t.jobs[id];
           job.to = to;
           job.from = from;
           job.bytes = length;
-          job.chunk = chunk;
+          job.chunk = 1ull << log2_chunk;
           store<Order::relaxed, Scope::device>(&job.done, 0u);
           q.copying = true;
           q.wants_job = false;
@@ -732,7 +750,7 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
     }
     if ((shorts >> at & 1) != 0) {
       const std::uint32_t key = from_lane(rkey, at);
-      if (dirty && (t.ordered_writes != 0 || dirty_rkey != key)) release_all();
+      if (dirty && (f.ordered_writes || dirty_rkey != key)) release_all();
       if (lane == at) place_short(remote, bytes, w2, w3);
       __syncwarp();
       dirty = true;
@@ -775,7 +793,7 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
       if (words != 0) {
         key = from_lane(rkey, first_of(words));
         cut |= kind == Kind::word &&
-               (rkey != key || (t.ordered_writes != 0 && ((words | adds) & below(lane)) != 0));
+               (rkey != key || (f.ordered_writes && ((words | adds) & below(lane)) != 0));
       }
       const std::uint32_t cuts = __ballot_sync(all_lanes, inside && cut);
       if (cuts != 0) {
@@ -790,7 +808,7 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
     }
 
     if (words != 0) {
-      if (dirty && (t.ordered_writes != 0 || dirty_rkey != key)) release_all();
+      if (dirty && (f.ordered_writes || dirty_rkey != key)) release_all();
       // Of several to one word the last one is what remains.
       if (inside && kind == Kind::word && (same >> lane) == 1) {
         if (bytes == 8) {
@@ -874,6 +892,114 @@ BELFRY_DEVICE Served serve_fast(const Tables& t, Board& board, Front& f, std::ui
     record_trace(t, q.qpn, consumer, n, said, seen_ns, fetched_ns, moved_ns, times, lane);
   }
   return Served::some;
+}
+
+// What most queues hold when a kernel waits for an answer: at most one WRITE of a word inline, then
+// at most one FETCH_ADD, by keys that are at hand. Little code of few registers, since a warp that
+// has waited runs it once: every instruction must be fetched, and values that found no register
+// would be read from far. False: it is something else, and nothing was done.
+template <bool Traced>
+BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Front& f, std::uint32_t slot,
+                                             std::uint32_t said,
+                                             [[maybe_unused]] std::uint64_t seen_ns) {
+  const std::uint32_t lane = this_lane();
+  HotQp& q = f.qp[slot];
+  HotCq& cq = f.cq[q.cq];
+  const std::uint32_t consumer = q.consumer;
+  const std::uint32_t available = (said - consumer) & 0xffff;
+  if (available > 2 || q.dirty || cq.failed || f.paced) return false;
+  const bool mine = lane < available;
+
+  Word16 w0 = {}, w1 = {}, w2 = {}, w3 = {};
+  if (mine) {
+    const auto* block = reinterpret_cast<const Word16*>(
+        q.ring + ((consumer + lane) & q.mask) * std::uint64_t{mlx5::wqe_block_bytes});
+    w0 = load_word16(block);
+    w1 = load_word16(block + 1);
+    w2 = load_word16(block + 2);
+    w3 = load_word16(block + 3);
+  }
+  [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
+  if constexpr (Traced) {
+    if (__any_sync(all_lanes, w0.low == ~0ull)) return false;  // as in serve_fast()
+    fetched_ns = now_ns();
+  }
+  // The whole of a control segment's first half, its index and QPN among it.
+  const auto begins_as = [&](mlx5::Opcode opcode, std::uint32_t ds) {
+    const std::uint32_t index = (consumer + lane) & 0xffff;
+    return low(w0.low) == mlx5::be32(index << 8 | static_cast<std::uint32_t>(opcode)).raw &&
+           high(w0.low) == mlx5::be32(q.qpn << 8 | ds).raw;
+  };
+  const std::uint64_t remote_address = mlx5::swap_bytes(w1.low);
+  const std::uint32_t first = mlx5::swap_bytes(low(w2.low));
+  const bool adds = begins_as(mlx5::Opcode::fetch_add, 4) && mlx5::swap_bytes(low(w3.low)) == 8 &&
+                    lane + 1 == available;  // the last one
+  const bool eight = adds || first == (8 | mlx5::inline_flag);
+  const bool writes = begins_as(mlx5::Opcode::rdma_write, 3) &&
+                      (eight || first == (4 | mlx5::inline_flag)) && lane == 0;
+  const std::uint32_t bytes = eight ? 8 : 4;
+  const bool fits = (adds || writes) && (remote_address & (bytes - 1)) == 0;
+  const std::uint32_t rkey = mlx5::swap_bytes(low(w1.high));
+  std::byte* const remote = cached(
+      f, {mine, rkey, q.peer, adds ? access::remote_atomic : access::remote_write, remote_address},
+      bytes);
+  std::byte* const local = cached(f,
+                                  {mine && adds, mlx5::swap_bytes(high(w3.low)), 0,
+                                   access::local_write, mlx5::swap_bytes(w3.high)},
+                                  8);
+  const bool known =
+      remote != nullptr &&
+      (!adds || (local != nullptr && (reinterpret_cast<std::uintptr_t>(local) & 7) == 0));
+  if (!__all_sync(all_lanes, !mine || (fits && known))) return false;
+  const bool signalled = (static_cast<std::uint32_t>(w0.high >> 24) & mlx5::completion_mask) >=
+                         mlx5::completion_always;
+  const std::uint32_t asked = __ballot_sync(all_lanes, mine && signalled);
+  if (asked != 0 && cq_room(cq, count_of(asked), lane) < count_of(asked)) return false;
+
+  if constexpr (Traced) moved_ns = now_ns();
+  if (mine && !adds) {
+    const std::uint64_t value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
+    if (eight) {
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(remote), value);
+    } else {
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(remote), low(value));
+    }
+  }
+  const bool adding = __any_sync(all_lanes, mine && adds);
+  __syncwarp();
+  if (mine && adds) {
+    // What was written before it, by whichever lane, is visible before the atomic is.
+    if (available == 2) fence<Order::acq_rel, Scope::system>();
+    const std::uint64_t found = fetch_add<Order::relaxed, Scope::system>(
+        reinterpret_cast<std::uint64_t*>(remote), mlx5::swap_bytes(w2.low));
+    store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(local), found);
+  }
+  __syncwarp();
+  [[maybe_unused]] CqeTimes times = {};
+  if (asked != 0) {
+    const auto opcode =
+        static_cast<std::uint32_t>(adds ? mlx5::Opcode::fetch_add : mlx5::Opcode::rdma_write);
+    if constexpr (Traced) {
+      times = write_cqes<true>(cq, q, f, asked, opcode, consumer + lane, adds ? 8 : 0, lane);
+    } else {
+      write_cqes<false>(cq, q, f, asked, opcode, consumer + lane, adds ? 8 : 0, lane);
+    }
+  }
+  const std::uint32_t total = __reduce_add_sync(all_lanes, mine ? bytes : 0);
+  if (lane == 0) {
+    q.consumer = static_cast<std::uint16_t>(consumer + available);
+    // As in serve_fast(): results lie here, and only a CQE tells of them.
+    q.dirty = asked == 0 && !adding;
+    q.dirty_rkey = rkey;
+    q.backlog = false;
+    f.count.wqes += available;
+    f.count.bytes += total;
+  }
+  __syncwarp();
+  if constexpr (Traced) {
+    record_trace(t, q.qpn, consumer, available, said, seen_ns, fetched_ns, moved_ns, times, lane);
+  }
+  return true;
 }
 
 // The movers of all CTAs have copied a large WRITE or READ.
@@ -1143,16 +1269,28 @@ BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::
   return said != q.consumer;
 }
 
-// Why a front leaves its inner loop. What is called rarely is called outside of it: a call in the
-// loop would have its values kept in local memory, which is slow behind every acquire.
-enum class Need { end, note, check, general };
+// Why a front leaves its inner loop. That calls nothing and is called itself: a call in it, or in a
+// function that it is part of, would have its values kept in local memory, which is slow behind
+// every acquire.
+enum class Need { end, note, check, fast };
+constexpr std::uint32_t turns_per_check = 1024;
 
+// What the inner loop leaves behind: how many turns it made, which queue is to be served otherwise,
+// how far its record goes and when that was seen, and where the next turn begins.
+struct Left {
+  Need need;
+  std::uint32_t turns, slot, said, next;
+  std::uint64_t seen_ns;
+};
+
+// Serves the queues of a front as long as they are brief.
 template <bool Traced>
-BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board, Front& f,
+BELFRY_DEVICE __noinline__ Left serve_brief_queues(const Tables& t, std::uint32_t warp,
                                                    std::uint32_t id, std::uint32_t epoch,
-                                                   std::uint64_t& pass, std::uint32_t& next,
-                                                   std::uint32_t& slot) {
+                                                   std::uint32_t next) {
   const std::uint32_t lane = this_lane();
+  Board& board = shared_of_cta().board;
+  Front& f = shared_of_cta().front[warp];
   // What the turns that find nothing need of this lane's QP.
   bool used = false, plain = false;
   const std::uint32_t* record = nullptr;
@@ -1166,14 +1304,14 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
     consumer = q.consumer;
   };
   refresh();
-  for (;;) {
+  for (std::uint32_t turns = 1;; ++turns) {
     // A front with a job takes note when the job is done, and starts nothing until then: the answer
     // to a command means that nobody uses what it took away.
     const std::uint32_t now = from_lane(load<Order::relaxed, Scope::block>(&board.epoch), 0);
     const bool draining = now != epoch;
-    if (draining && now == stop_epoch) return Need::end;
-    if (draining && f.job_busy == 0) return Need::note;
-    if ((++pass & 1023) == 0) return Need::check;
+    if (draining && now == stop_epoch) return {Need::end, turns, 0, 0, next, 0};
+    if (draining && f.job_busy == 0) return {Need::note, turns, 0, 0, next, 0};
+    if (turns == turns_per_check) return {Need::check, turns, 0, 0, next, 0};
     if (f.valid == 0) {
       give_way(empty_front_rest_ns);
       continue;
@@ -1189,13 +1327,13 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
     }
     std::uint32_t mask = __ballot_sync(all_lanes, work);
     if (mask == 0) continue;
-    [[maybe_unused]] std::uint64_t seen_ns = 0;
+    std::uint64_t seen_ns = 0;
     if constexpr (Traced) seen_ns = now_ns();
     __syncwarp();
     const std::uint32_t first_turn = next;
     do {
       const std::uint32_t later = mask & ~below(next);
-      slot = first_of(later != 0 ? later : mask);
+      const std::uint32_t slot = first_of(later != 0 ? later : mask);
       mask &= ~(1u << slot);
       next = slot + 1;
       HotQp& q = f.qp[slot];
@@ -1203,12 +1341,12 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
         finish_job(f, slot, lane);
         continue;
       }
-      Served served = Served::general;
-      if (q.state == QpState::rts && !f.faulty && !q.in_hand) {
-        served = serve_fast<Traced>(t, board, f, id, slot, from_lane(said, slot), seen_ns);
-      }
+      const std::uint32_t until = from_lane(said, slot);
       // The queues that are left are found again.
-      if (served == Served::general) return Need::general;
+      if (q.state != QpState::rts || f.faulty || q.in_hand ||
+          !serve_brief<Traced>(t, f, slot, until, seen_ns)) {
+        return {Need::fast, turns, slot, until, next, seen_ns};
+      }
     } while (mask != 0);
     // The next turn begins behind the QP that this one began with.
     next = first_turn + 1 < lanes ? first_turn + 1 : 0;
@@ -1217,14 +1355,18 @@ BELFRY_DEVICE BELFRY_INLINE Need serve_fast_queues(const Tables& t, Board& board
 }
 
 template <bool Traced>
-BELFRY_DEVICE void run_front(const Tables& t, Board& board, Front& f, std::uint32_t id,
-                             std::uint32_t lane) {
-  std::uint32_t epoch = 0, next = 0, slot = 0;
+BELFRY_DEVICE __noinline__ void run_front(const Tables& t, std::uint32_t warp, std::uint32_t id) {
+  const std::uint32_t lane = this_lane();
+  Board& board = shared_of_cta().board;
+  Front& f = shared_of_cta().front[warp];
+  std::uint32_t epoch = 0, next = 0;
   std::uint64_t pass = 0;
   for (;;) {
-    const Need need = serve_fast_queues<Traced>(t, board, f, id, epoch, pass, next, slot);
+    const Left left = serve_brief_queues<Traced>(t, warp, id, epoch, next);
     __syncwarp();
-    switch (need) {
+    pass += left.turns;
+    next = left.next;
+    switch (left.need) {
       case Need::end: return;
       case Need::note:
         // Acquire: the command stands before the epoch.
@@ -1239,7 +1381,15 @@ BELFRY_DEVICE void run_front(const Tables& t, Board& board, Front& f, std::uint3
         }
         __syncwarp();
         break;
-      case Need::general: serve_general(t, f, slot, pass, lane); break;
+      case Need::fast: {
+        const HotQp& q = f.qp[left.slot];
+        if (q.state != QpState::rts || f.faulty || q.in_hand ||
+            serve_fast<Traced>(t, warp, id, left.slot, left.said, left.seen_ns) ==
+                Served::general) {
+          serve_general(t, f, left.slot, pass, lane);
+        }
+        break;
+      }
     }
   }
 }
@@ -1316,7 +1466,8 @@ BELFRY_DEVICE BELFRY_INLINE void end_cta(Board& board) {
 // host, and %globaltimer, are asked rarely and by one SM: with 16 scouts that asked both all the
 // time an 8-byte put took 205 us instead of 9, and the copy engines lost six sevenths of their
 // rate.
-BELFRY_DEVICE void run_scout(const Tables& t, Board& board) {
+BELFRY_DEVICE __noinline__ void run_scout(const Tables& t) {
+  Board& board = shared_of_cta().board;
   constexpr std::int64_t host_interval = 4096;  // cycles
   const bool control = blockIdx.x == 0;
   const std::uint64_t start = now_ns();
@@ -1368,7 +1519,7 @@ BELFRY_DEVICE void run_scout(const Tables& t, Board& board) {
 template <bool Traced>
 __global__ void __launch_bounds__(max_warps* lanes, 1)
     softnic_kernel(const __grid_constant__ Tables t) {
-  __shared__ Shared shared;
+  Shared& shared = shared_of_cta();
   auto* words = reinterpret_cast<std::uint32_t*>(&shared);
   for (std::uint32_t i = threadIdx.x; i < sizeof(Shared) / 4; i += blockDim.x) words[i] = 0;
   __syncthreads();
@@ -1381,14 +1532,16 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
     if (lane == 0) {
       f.random_state = t.seed + id;
       f.warp = warp;
+      f.paced = (t.latency_ns | t.picoseconds_per_kib) != 0;
+      f.ordered_writes = t.ordered_writes != 0;
       f.help.staging = t.staging + std::uint64_t{id} * staging_bytes;
     }
     __syncwarp();
-    run_front<Traced>(t, shared.board, f, id, lane);
+    run_front<Traced>(t, warp, id);
   } else if (warp + 1 < warps) {
-    run_mover(t, shared.board, warp, lane);
+    run_mover(t, warp);
   } else if (lane == 0) {
-    run_scout(t, shared.board);
+    run_scout(t);
   }
 }
 
