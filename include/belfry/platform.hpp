@@ -18,8 +18,13 @@
 #define BELFRY_HOST_DEVICE __host__ __device__
 #define BELFRY_DEVICE __device__
 #define BELFRY_INLINE __forceinline__
-// Before a loop whose indices must be known, so that an array stays in registers.
+// Before a loop whose indices must be known, so that an array stays in registers. nvcc's host
+// compiler does not know the pragma.
+#if defined(__CUDA_ARCH__)
 #define BELFRY_UNROLL _Pragma("unroll")
+#else
+#define BELFRY_UNROLL
+#endif
 // What hardly ever runs stays out of the way of what does: code that is not called is not fetched.
 #define BELFRY_COLD inline __noinline__
 #if defined(BELFRY_OUTLINE_CALLS)
