@@ -102,7 +102,7 @@ class LinkSet {
     }
     if constexpr (Paths.has(Path::direct) || Paths.has(Path::proxy)) {
       return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
-                               {src_window_, src_offset}, bytes, tag, alone_ ? &sole_ : nullptr);
+                               {src_window_, src_offset}, bytes, tag, sole_, alone_);
     } else {
       return refuse_packets(group, net_.comm_, net_.context_, peer_, {dst_window_, dst_offset},
                             {src_window_, src_offset}, bytes, tag);
@@ -134,7 +134,7 @@ class LinkSet {
       how = net_.choose(route_, c, resolved);
     }
     return net_.carry_out(group, peer_, c, route_, resolved, how, pay_fence, post::Doorbell::now,
-                          alone_ ? &sole_ : nullptr);
+                          sole_, alone_);
   }
 
   // Where stores are all there is, a Net finds out what is wrong, out of the way of what is right.

@@ -270,7 +270,8 @@ class NetSet {
                                                      std::uint32_t tag) const {
     post::Entries entries;
     look_up(peer, dst.window, src.window, post::Needs{true, true, false}, entries);
-    return send_packets(group, peer, route_to(peer), entries, dst, src, bytes, tag);
+    queue::SolePoster nobody;
+    return send_packets(group, peer, route_to(peer), entries, dst, src, bytes, tag, nobody, false);
   }
 
   // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
@@ -320,8 +321,9 @@ class NetSet {
     c.weak = true;  // a barrier orders nothing but itself
     const Route r = route_to(peer);
     const post::Resolved resolved = usable_ ? post::resolve(comm_, c, peer) : post::Resolved{};
+    queue::SolePoster nobody;
     return carry_out(this_thread, peer, c, r, resolved, choose(r, c, resolved), true,
-                     post::Doorbell::now)
+                     post::Doorbell::now, nobody, false)
         .status;
   }
   BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {
@@ -480,16 +482,19 @@ class NetSet {
     post::Entries entries;
     look_up(peer, c.dst_window, c.src_window, post::needs(c), entries);
     const post::Resolved resolved = usable_ ? resolve(entries, c) : post::Resolved{};
-    return carry_out(group, peer, c, r, resolved, choose(r, c, resolved), pay_fence, doorbell);
+    queue::SolePoster nobody;
+    return carry_out(group, peer, c, r, resolved, choose(r, c, resolved), pay_fence, doorbell,
+                     nobody, false);
   }
 
-  // `sole`: the caller is the queue's only poster.
+  // `alone`: the caller is the queue's only poster, `sole`. Not a pointer that may be null: an
+  // object that such a pointer may point to lives in memory, and so does all that it is part of.
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket carry_out(const Group& group, int peer,
                                                const queue::Command& c, const Route& r,
                                                const post::Resolved& resolved, How how,
                                                bool pay_fence, post::Doorbell doorbell,
-                                               queue::SolePoster* sole = nullptr) const {
+                                               queue::SolePoster& sole, bool alone) const {
     constexpr bool lanes = std::is_same_v<Group, EachLane>;
     Ticket ticket;
     if (!usable_) {
@@ -530,8 +535,8 @@ class NetSet {
           // The group's writes to the source happen before the leader's release in ring().
           group.sync();
           if (group.leader()) {
-            ticket = sole != nullptr ? post_alone(route(peer), *r.send, *sole, c, resolved)
-                                     : post_one(route(peer), *r.send, c, resolved, doorbell);
+            ticket = alone ? post_alone(route(peer), *r.send, sole, c, resolved)
+                           : post_one(route(peer), *r.send, c, resolved, doorbell);
           }
           return group.broadcast(ticket);
         }
@@ -835,7 +840,7 @@ class NetSet {
   BELFRY_DEVICE BELFRY_INLINE Ticket send_packets(const Group& group, int peer, const Route& r,
                                                   const post::Entries& entries, Place dst,
                                                   Place src, std::uint64_t bytes, std::uint32_t tag,
-                                                  queue::SolePoster* sole = nullptr) const {
+                                                  queue::SolePoster& sole, bool alone) const {
     queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
     c.bytes = packet_bytes(bytes);
     Ticket ticket;
@@ -862,7 +867,11 @@ class NetSet {
       return ticket;
     }
     group.sync();
-    if (group.leader()) ticket = post_packets(peer, c, resolved, words, bytes / 4, tag, sole);
+    if (group.leader()) {
+      queue::SolePoster poster = sole;
+      ticket = post_packets(peer, c, resolved, words, bytes / 4, tag, poster, alone);
+      sole = poster;
+    }
     return group.broadcast(ticket);
   }
 
@@ -970,7 +979,7 @@ class NetSet {
   // direct: as many packets to a WQE as it can carry inline; proxy: two to a command.
   BELFRY_DEVICE Ticket post_packets(int peer, queue::Command c, const post::Resolved& resolved,
                                     const std::uint32_t* words, std::uint64_t count,
-                                    std::uint32_t tag, queue::SolePoster* sole) const {
+                                    std::uint32_t tag, queue::SolePoster& sole, bool alone) const {
     const Route& r = route(peer);
     Ticket ticket;
     if (count == 0) return ticket;  // nothing that a wait could wait for
@@ -984,9 +993,9 @@ class NetSet {
           const auto bytes = static_cast<std::uint32_t>(8 * n);
           const std::uint32_t blocks = queue::inline_blocks(bytes);
           std::uint64_t first = 0;
-          if (sole != nullptr) {
-            ticket.status = queue::await_room(q, *sole, blocks, comm_.scope);
-            first = sole->next;
+          if (alone) {
+            ticket.status = queue::await_room(q, sole, blocks, comm_.scope);
+            first = sole.next;
           } else {
             ticket.status = queue::reserve(q, blocks, comm_.scope, first);
           }
@@ -996,13 +1005,13 @@ class NetSet {
               queue::Signalled::yes,
               [&](std::uint32_t i) { return i % 2 == 0 ? words[at + i / 2] : tag; });
           ticket.end = first + blocks;
-          if (sole != nullptr) {
-            queue::publish(q, *sole, ticket.end);
+          if (alone) {
+            queue::publish(q, sole, ticket.end);
           } else {
             ticket.status = queue::make_ready(q, first, blocks, comm_.scope);
           }
         }
-        if (ticket.status == Status::ok && sole == nullptr) {
+        if (ticket.status == Status::ok && !alone) {
           ticket.status = queue::ring(q, ticket.end, comm_.scope);
         }
         return ticket;
