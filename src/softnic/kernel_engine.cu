@@ -35,6 +35,10 @@ struct TeamJob {
 };
 
 constexpr std::uint32_t mover_rest_ns = 40;
+
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t log2_team_chunk(std::uint64_t bytes) {
+  return bytes <= 32768 ? 11 : 12;
+}
 constexpr std::uint32_t empty_front_rest_ns = 400;
 
 struct Board {
@@ -203,24 +207,32 @@ BELFRY_DEVICE bool help_team(Board& board, std::uint32_t number, std::uint32_t l
   return true;
 }
 
+// Hands a copy to the movers of the CTA.
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t post_team(Board& board, std::uint32_t number,
+                                                    std::byte* to, const std::byte* from,
+                                                    std::uint64_t bytes, std::uint32_t log2_chunk) {
+  TeamJob& job = board.team[number];
+  const auto chunks = static_cast<std::uint32_t>(chunks_of(to, bytes, log2_chunk));
+  job.to = to;
+  job.from = from;
+  job.bytes = bytes;
+  job.chunk = 1u << log2_chunk;
+  job.done = 0;
+  store<Order::release, Scope::block>(&job.word, chunks << 16);
+  atomicOr_block(&board.active, 1u << number);
+  return chunks;
+}
+
 // The front's part: a short copy by itself, a longer one with its CTA; returns when it is done.
 BELFRY_DEVICE BELFRY_INLINE void copy_by_front(Board& board, std::uint32_t number, std::byte* to,
                                                const std::byte* from, std::uint64_t bytes,
                                                std::uint32_t lane) {
   TeamJob& job = board.team[number];
   const bool alone = bytes <= solo_bytes;
-  const std::uint32_t log2_chunk = bytes <= 32768 ? 11 : 12, chunk = 1u << log2_chunk;
+  const std::uint32_t log2_chunk = log2_team_chunk(bytes), chunk = 1u << log2_chunk;
   const auto chunks = static_cast<std::uint32_t>(chunks_of(to, bytes, log2_chunk));
   if (!alone) {
-    if (lane == 0) {
-      job.to = to;
-      job.from = from;
-      job.bytes = bytes;
-      job.chunk = chunk;
-      job.done = 0;
-      store<Order::release, Scope::block>(&job.word, chunks << 16);
-      atomicOr_block(&board.active, 1u << number);
-    }
+    if (lane == 0) post_team(board, number, to, from, bytes, log2_chunk);
     __syncwarp();
   }
   const std::uint64_t skew = reinterpret_cast<std::uintptr_t>(to) & 15;
@@ -894,13 +906,34 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
   return Served::some;
 }
 
-// What most queues hold when a kernel waits for an answer: at most one WRITE of a word inline, then
-// at most one FETCH_ADD, by keys that are at hand. Little code of few registers, since a warp that
-// has waited runs it once: every instruction must be fetched, and values that found no register
-// would be read from far. False: it is something else, and nothing was done.
+// Copies multiples of 16 bytes between places that are aligned so, by few registers.
+BELFRY_DEVICE BELFRY_INLINE void copy_aligned(Board& board, std::uint32_t number, std::byte* to,
+                                              const std::byte* from, std::uint32_t bytes,
+                                              std::uint32_t lane) {
+  if (bytes <= lanes * 16) {
+    if (lane * 16 < bytes) write16(to + lane * 16, read16(from + lane * 16));
+  } else {
+    std::uint32_t chunks = 0;
+    if (lane == 0) {
+      chunks = post_team(board, number, to, from, bytes, log2_team_chunk(bytes));
+    }
+    chunks = from_lane(chunks, 0);
+    // Acquire: the movers' stores, which this warp's next fence then covers.
+    while (load<Order::acquire, Scope::block>(&board.team[number].done) != chunks &&
+           !stopped(board)) {
+    }
+  }
+  __syncwarp();
+}
+
+// What most queues hold when a kernel waits for an answer: at most one WRITE, of a word inline or
+// of aligned memory, then at most one FETCH_ADD, by keys that are at hand. Little code of few
+// registers, since a warp that has waited runs it once: every instruction must be fetched, and
+// values that found no register would be read from far. False: it is something else, and nothing
+// was done.
 template <bool Traced>
-BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Front& f, std::uint32_t slot,
-                                             std::uint32_t said,
+BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Board& board, Front& f,
+                                             std::uint32_t slot, std::uint32_t said,
                                              [[maybe_unused]] std::uint64_t seen_ns) {
   const std::uint32_t lane = this_lane();
   HotQp& q = f.qp[slot];
@@ -934,32 +967,39 @@ BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Front& f, std::uin
   const std::uint32_t first = mlx5::swap_bytes(low(w2.low));
   const bool adds = begins_as(mlx5::Opcode::fetch_add, 4) && mlx5::swap_bytes(low(w3.low)) == 8 &&
                     lane + 1 == available;  // the last one
-  const bool eight = adds || first == (8 | mlx5::inline_flag);
-  const bool writes = begins_as(mlx5::Opcode::rdma_write, 3) &&
-                      (eight || first == (4 | mlx5::inline_flag)) && lane == 0;
-  const std::uint32_t bytes = eight ? 8 : 4;
-  const bool fits = (adds || writes) && (remote_address & (bytes - 1)) == 0;
+  const bool writes = begins_as(mlx5::Opcode::rdma_write, 3) && lane == 0;
+  const bool data = writes && first != 0 && first <= team_bytes;
+  const bool word =
+      writes && (first == (8 | mlx5::inline_flag) || first == (4 | mlx5::inline_flag));
+  const std::uint32_t bytes = adds ? 8 : first & ~mlx5::inline_flag;
   const std::uint32_t rkey = mlx5::swap_bytes(low(w1.high));
   std::byte* const remote = cached(
       f, {mine, rkey, q.peer, adds ? access::remote_atomic : access::remote_write, remote_address},
       bytes);
-  std::byte* const local = cached(f,
-                                  {mine && adds, mlx5::swap_bytes(high(w3.low)), 0,
-                                   access::local_write, mlx5::swap_bytes(w3.high)},
-                                  8);
-  const bool known =
-      remote != nullptr &&
-      (!adds || (local != nullptr && (reinterpret_cast<std::uintptr_t>(local) & 7) == 0));
-  if (!__all_sync(all_lanes, !mine || (fits && known))) return false;
+  std::byte* const local =
+      cached(f,
+             {mine && !word, mlx5::swap_bytes(high(adds ? w3.low : w2.low)), 0,
+              adds ? access::local_write : 0, mlx5::swap_bytes(adds ? w3.high : w2.high)},
+             bytes);
+  // What is atomic is aligned to its size, other memory as copy_aligned() would have it.
+  const auto places = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(remote) |
+                                                 reinterpret_cast<std::uintptr_t>(local));
+  const bool aligned = data ? ((places | bytes) & 15) == 0 : (places & (bytes - 1)) == 0;
+  const bool fits =
+      (adds || data || word) && aligned && remote != nullptr && (word || local != nullptr);
+  if (!__all_sync(all_lanes, !mine || fits)) return false;
   const bool signalled = (static_cast<std::uint32_t>(w0.high >> 24) & mlx5::completion_mask) >=
                          mlx5::completion_always;
   const std::uint32_t asked = __ballot_sync(all_lanes, mine && signalled);
   if (asked != 0 && cq_room(cq, count_of(asked), lane) < count_of(asked)) return false;
 
   if constexpr (Traced) moved_ns = now_ns();
-  if (mine && !adds) {
+  if (__any_sync(all_lanes, mine && data)) {
+    copy_aligned(board, f.warp, from_lane(remote, 0), from_lane(local, 0), from_lane(bytes, 0),
+                 lane);
+  } else if (mine && word) {
     const std::uint64_t value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
-    if (eight) {
+    if (bytes == 8) {
       store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(remote), value);
     } else {
       store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(remote), low(value));
@@ -1344,7 +1384,7 @@ BELFRY_DEVICE __noinline__ Left serve_brief_queues(const Tables& t, std::uint32_
       const std::uint32_t until = from_lane(said, slot);
       // The queues that are left are found again.
       if (q.state != QpState::rts || f.faulty || q.in_hand ||
-          !serve_brief<Traced>(t, f, slot, until, seen_ns)) {
+          !serve_brief<Traced>(t, board, f, slot, until, seen_ns)) {
         return {Need::fast, turns, slot, until, next, seen_ns};
       }
     } while (mask != 0);
