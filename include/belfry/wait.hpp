@@ -148,13 +148,19 @@ inline constexpr std::uint32_t turns_per_look = 1;
 #endif
 inline constexpr std::uint32_t turns_per_clock = 64;
 
-// Spins until `ready()` is true. The condition is tried before abort, error and deadline are, so
-// that what has arrived is never reported as lost.
-template <class Ready>
+// Who waits: one thread. Threads that wait in step (Warp, in device/group.hpp) ask each other.
+struct Alone {
+  BELFRY_HOST_DEVICE static bool all(bool mine) { return mine; }
+  BELFRY_HOST_DEVICE static Status leaders(Status mine) { return mine; }
+};
+
+// Spins until `ready()` is true, of all who wait together. The condition is tried before abort,
+// error and deadline are, so that what has arrived is never reported as lost.
+template <class Ready, class Together = Alone>
 BELFRY_HOST_DEVICE Status wait_until(const WaitScope& scope, const char* what, std::uint64_t id,
                                      int peer, std::uint64_t wanted, const std::uint64_t* word,
-                                     Ready&& ready) {
-  if (ready()) return Status::ok;
+                                     Ready&& ready, const Together& together = {}) {
+  if (together.all(ready())) return Status::ok;
 #if !BELFRY_ON_GPU
   const simt::WaitNote note{what, id, peer, wanted, word};
   const simt::Waiting waiting(note);
@@ -164,13 +170,17 @@ BELFRY_HOST_DEVICE Status wait_until(const WaitScope& scope, const char* what, s
   Deadline deadline(scope);
   for (std::uint32_t turn = 1;; ++turn) {
     relax();
-    if (ready()) return Status::ok;
+    if (together.all(ready())) return Status::ok;
     if (turn % turns_per_look == 0) {
-      const Status status = interrupted(scope);
+      const Status status = together.leaders(interrupted(scope));
       // Once more: the failure may be about what came after this wait's condition held.
-      if (status != Status::ok) return ready() ? Status::ok : status;
+      if (status != Status::ok) return together.all(ready()) ? Status::ok : status;
     }
-    if (turn % turns_per_clock == 0 && deadline.passed(scope)) return Status::timed_out;
+    if (turn % turns_per_clock == 0) {
+      const Status status =
+          together.leaders(deadline.passed(scope) ? Status::timed_out : Status::ok);
+      if (status != Status::ok) return status;
+    }
   }
 }
 

@@ -144,7 +144,7 @@ std::vector<double> play_in_stream(const Column&, Comm& comm, unsigned, const Pi
 // One thread has no other to wait for; a block moves more.
 std::vector<unsigned> any_group(std::uint64_t bytes) {
   if (bytes <= 64) return {1, 32};
-  if (bytes <= 4096) return {32, 128, 256};
+  if (bytes <= 4096) return {32, 64, 128, 256, 512};
   if (bytes <= 65536) return {256, 512, 1024};
   return {512, 1024};
 }
@@ -258,12 +258,12 @@ class GpuRing {
   }
 
   // Million commands a second, from the first seen to the last; throws unless each came in order.
-  double run(unsigned threads, std::uint64_t rounds) {
+  double run(unsigned threads, bool alone, std::uint64_t rounds) {
     const std::uint64_t count = rounds * threads;
     std::uint64_t seen = 0, wrong = 0, begin = 0, end = 0;
     outcome_[0] = {};
-    run_pushers(threads, static_cast<queue::CommandRing*>(block_.data()), rounds, outcome_.data(),
-                [&] {
+    run_pushers(threads, alone, static_cast<queue::CommandRing*>(block_.data()), rounds,
+                outcome_.data(), [&] {
                   const std::uint64_t start = simt::now_ns();
                   queue::Command c;
                   for (std::uint64_t idle = 0; seen < count;) {
@@ -462,8 +462,11 @@ int gpu_bench_rate(const BenchOptions& options, const std::vector<std::string>& 
     }
     if (wanted(options, "ring") && measures) {
       GpuRing ring(comm_options.gpu);
-      print("ring, 1 thread", 64, repeat(options, [&] { return ring.run(1, 100'000); }));
-      print("ring, 1 warp", 64, repeat(options, [&] { return ring.run(32, 50'000); }));
+      print("ring, 1 thread", 64, repeat(options, [&] { return ring.run(1, false, 100'000); }));
+      print("ring, 1 thread alone", 64,
+            repeat(options, [&] { return ring.run(1, true, 100'000); }));
+      print("ring, 1 warp", 64, repeat(options, [&] { return ring.run(32, false, 50'000); }));
+      print("ring, 1 warp alone", 64, repeat(options, [&] { return ring.run(32, true, 50'000); }));
     }
     bootstrap->barrier();
     if (wanted(options, "direct")) {

@@ -148,14 +148,14 @@ __global__ void __launch_bounds__(32, 1)
   if (threadIdx.x == 0) time[blockIdx.x] = {begin, now_ns()};
 }
 
-// One producer that pushes on and on: a thread takes the slots for all, each fills its own. The value
-// is the command's place in the ring, which the consumer checks.
+// One producer that pushes on and on: a thread takes the slots for all, each fills its own. The
+// value is the command's place in the ring, which the consumer checks.
 __global__ void __launch_bounds__(32, 1)
-    push_gpu(queue::CommandRing* ring, std::uint64_t rounds, Outcome* outcome) {
+    push_gpu(queue::CommandRing* ring, bool alone, std::uint64_t rounds, Outcome* outcome) {
   WaitScope scope;
   scope.timeout_ns = scope.startup_timeout_ns = 10'000'000'000ull;
   const std::uint32_t count = blockDim.x;
-  queue::CommandProducer producer(*ring);
+  queue::CommandProducer producer(*ring, alone);
   for (std::uint64_t i = 0; i < rounds; ++i) {
     unsigned long long first = 0;
     unsigned status = 0;
@@ -230,11 +230,11 @@ void run_posters(unsigned queues, bool together, const DeviceComm& comm, std::ui
       .wait();
 }
 
-void run_pushers(unsigned threads, queue::CommandRing* ring, std::uint64_t rounds, Outcome* outcome,
-                 const std::function<void()>& consume) {
+void run_pushers(unsigned threads, bool alone, queue::CommandRing* ring, std::uint64_t rounds,
+                 Outcome* outcome, const std::function<void()>& consume) {
   Launch run =
       launch({.grid = 1, .block = threads, .name = "pushers", .stream = cudaStreamPerThread},
-             push_gpu, ring, rounds, outcome);
+             push_gpu, ring, alone, rounds, outcome);
   consume();
   run.wait();
 }

@@ -54,9 +54,9 @@ void run_posters(unsigned queues, bool together, const DeviceComm& comm, std::ui
                  std::uint64_t rounds, Interval* time, Outcome* outcome);
 
 // Commands into a ring in the GPU's memory by 1 thread or by 32 together; `rounds` of each.
-// `consume` is called while the kernel runs.
-void run_pushers(unsigned threads, queue::CommandRing* ring, std::uint64_t rounds, Outcome* outcome,
-                 const std::function<void()>& consume);
+// `alone`: by a producer that knows of no other. `consume` is called while the kernel runs.
+void run_pushers(unsigned threads, bool alone, queue::CommandRing* ring, std::uint64_t rounds,
+                 Outcome* outcome, const std::function<void()>& consume);
 
 // See anatomy_kernels.hpp.
 void run_post_in_steps(const DeviceComm& comm, std::uint32_t window, std::uint64_t rounds,

@@ -55,6 +55,10 @@ struct Warp {
     std::memcpy(static_cast<void*>(&result), words, sizeof(T));
     return result;
   }
+  // For wait_until(): lanes that look in step leave together; one by one they would have to be
+  // brought together again, which takes longer than a look.
+  BELFRY_DEVICE static bool all(bool mine) { return __all_sync(mask(), mine) != 0; }
+  BELFRY_DEVICE static Status leaders(Status mine) { return broadcast(mine); }
 };
 
 // All threads of the block.

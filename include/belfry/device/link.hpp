@@ -10,7 +10,7 @@
 namespace belfry {
 
 // Given to a Link whose group alone posts to its peer on its context while the link lives: no call
-// of Net, no other link, no trigger, no batch. On path direct posting then takes no atomics.
+// of Net, no other link, no trigger, no batch. On paths direct and proxy posting takes no atomics.
 struct sole_poster {};
 
 // Calls are those of Net, with offsets in place of windows and peer; the promises are the same. The
@@ -44,8 +44,14 @@ class LinkSet {
       : LinkSet(net, peer, dst_window, src_window) {
     if constexpr (Paths.has(Path::direct)) {
       if (route_.nic == Path::direct) {
-        alone_ = true;
-        sole_ = queue::sole_poster(*route_.send);
+        sole_.alone = true;
+        sole_.poster = queue::sole_poster(*route_.send);
+      }
+    }
+    if constexpr (Paths.has(Path::proxy)) {
+      if (route_.nic == Path::proxy) {
+        sole_.alone = true;
+        sole_.producer = queue::CommandProducer(*route_.ring, true);
       }
     }
   }
@@ -102,7 +108,7 @@ class LinkSet {
     }
     if constexpr (Paths.has(Path::direct) || Paths.has(Path::proxy)) {
       return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
-                               {src_window_, src_offset}, bytes, tag, sole_, alone_);
+                               {src_window_, src_offset}, bytes, tag, sole_);
     } else {
       return refuse_packets(group, net_.comm_, net_.context_, peer_, {dst_window_, dst_offset},
                             {src_window_, src_offset}, bytes, tag);
@@ -134,7 +140,7 @@ class LinkSet {
       how = net_.choose(route_, c, resolved);
     }
     return net_.carry_out(group, peer_, c, route_, resolved, how, pay_fence, post::Doorbell::now,
-                          sole_, alone_);
+                          sole_);
   }
 
   // Where stores are all there is, a Net finds out what is wrong, out of the way of what is right.
@@ -162,8 +168,7 @@ class LinkSet {
   Route route_;
   post::Entries entries_;
   bool stores_ = false;  // peer and windows are all reached by stores
-  bool alone_ = false;
-  queue::SolePoster sole_;
+  post::Sole sole_;
 };
 
 using Link = LinkSet<device_paths>;

@@ -270,8 +270,8 @@ class NetSet {
                                                      std::uint32_t tag) const {
     post::Entries entries;
     look_up(peer, dst.window, src.window, post::Needs{true, true, false}, entries);
-    queue::SolePoster nobody;
-    return send_packets(group, peer, route_to(peer), entries, dst, src, bytes, tag, nobody, false);
+    post::Sole nobody;
+    return send_packets(group, peer, route_to(peer), entries, dst, src, bytes, tag, nobody);
   }
 
   // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
@@ -321,9 +321,9 @@ class NetSet {
     c.weak = true;  // a barrier orders nothing but itself
     const Route r = route_to(peer);
     const post::Resolved resolved = usable_ ? post::resolve(comm_, c, peer) : post::Resolved{};
-    queue::SolePoster nobody;
+    post::Sole nobody;
     return carry_out(this_thread, peer, c, r, resolved, choose(r, c, resolved), true,
-                     post::Doorbell::now, nobody, false)
+                     post::Doorbell::now, nobody)
         .status;
   }
   BELFRY_DEVICE Status barrier_wait(std::uint64_t offset, std::uint64_t target) const {
@@ -482,19 +482,19 @@ class NetSet {
     post::Entries entries;
     look_up(peer, c.dst_window, c.src_window, post::needs(c), entries);
     const post::Resolved resolved = usable_ ? resolve(entries, c) : post::Resolved{};
-    queue::SolePoster nobody;
+    post::Sole nobody;
     return carry_out(group, peer, c, r, resolved, choose(r, c, resolved), pay_fence, doorbell,
-                     nobody, false);
+                     nobody);
   }
 
-  // `alone`: the caller is the queue's only poster, `sole`. Not a pointer that may be null: an
-  // object that such a pointer may point to lives in memory, and so does all that it is part of.
+  // `sole` is no pointer that may be null: an object that such a pointer may point to lives in
+  // memory, and so does all that it is part of.
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Ticket carry_out(const Group& group, int peer,
                                                const queue::Command& c, const Route& r,
                                                const post::Resolved& resolved, How how,
                                                bool pay_fence, post::Doorbell doorbell,
-                                               queue::SolePoster& sole, bool alone) const {
+                                               post::Sole& sole) const {
     constexpr bool lanes = std::is_same_v<Group, EachLane>;
     Ticket ticket;
     if (!usable_) {
@@ -535,8 +535,8 @@ class NetSet {
           // The group's writes to the source happen before the leader's release in ring().
           group.sync();
           if (group.leader()) {
-            ticket = alone ? post_alone(route(peer), *r.send, sole, c, resolved)
-                           : post_one(route(peer), *r.send, c, resolved, doorbell);
+            ticket = sole.alone ? post_alone(route(peer), *r.send, sole.poster, c, resolved)
+                                : post_one(route(peer), *r.send, c, resolved, doorbell);
           }
           return group.broadcast(ticket);
         }
@@ -548,7 +548,11 @@ class NetSet {
           return push_lanes(alike, route(peer), r, c, pay_fence);
         } else {
           group.sync();
-          if (group.leader()) ticket = push_one(route(peer), r, c, pay_fence);
+          if (group.leader()) {
+            queue::CommandProducer producer = producer_for(r, sole);
+            ticket = push_one(route(peer), r, producer, c, pay_fence);
+            sole.producer = producer;
+          }
           return group.broadcast(ticket);
         }
       }
@@ -648,12 +652,17 @@ class NetSet {
     }
   }
 
-  BELFRY_DEVICE Ticket push_one(const Route& in_table, const Route& r, const queue::Command& c,
+  BELFRY_DEVICE BELFRY_INLINE static queue::CommandProducer producer_for(const Route& r,
+                                                                         const post::Sole& sole) {
+    return sole.alone ? sole.producer : queue::CommandProducer(*r.ring);
+  }
+
+  BELFRY_DEVICE Ticket push_one(const Route& in_table, const Route& r,
+                                queue::CommandProducer& producer, const queue::Command& c,
                                 bool pay_fence) const {
     Ticket ticket;
     ticket.route = &in_table;
     ticket.slot = c.result_slot;
-    queue::CommandProducer producer(*r.ring);
     std::uint64_t first = 0;
     ticket.status = producer.reserve(1, comm_.scope, first);
     if (ticket.status != Status::ok) return ticket;
@@ -669,13 +678,13 @@ class NetSet {
     const unsigned together = __match_any_sync(
         active, static_cast<unsigned long long>(reinterpret_cast<std::uintptr_t>(r.ring)));
     const auto count = static_cast<std::uint32_t>(__popc(together));
-    if (count > r.ring->depth) return push_one(in_table, r, c, pay_fence);
+    queue::CommandProducer producer(*r.ring);
+    if (count > r.ring->depth) return push_one(in_table, r, producer, c, pay_fence);
     const auto first_lane = static_cast<unsigned>(__ffs(static_cast<int>(together)) - 1);
     const auto before = static_cast<std::uint32_t>(__popc(together & ((1u << lane) - 1)));
     Ticket ticket;
     ticket.route = &in_table;
     ticket.slot = c.result_slot;
-    queue::CommandProducer producer(*r.ring);
     std::uint64_t first = 0;
     if (lane == first_lane) ticket.status = producer.reserve(count, comm_.scope, first);
     __syncwarp(together);  // as in post_lanes()
@@ -808,7 +817,8 @@ class NetSet {
       if (r.nic == Path::proxy) {
         ticket.status = queue::acquire_result(*r.ring, comm_.scope, c.result_slot);
         if (ticket.status != Status::ok) return ticket;
-        ticket = push_one(r, r, c, false);
+        queue::CommandProducer producer(*r.ring);
+        ticket = push_one(r, r, producer, c, false);
         // Not pushed: nobody will write to it.
         if (ticket.status != Status::ok) queue::release_result(*r.ring, c.result_slot);
         return ticket;
@@ -840,7 +850,7 @@ class NetSet {
   BELFRY_DEVICE BELFRY_INLINE Ticket send_packets(const Group& group, int peer, const Route& r,
                                                   const post::Entries& entries, Place dst,
                                                   Place src, std::uint64_t bytes, std::uint32_t tag,
-                                                  queue::SolePoster& sole, bool alone) const {
+                                                  post::Sole& sole) const {
     queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
     c.bytes = packet_bytes(bytes);
     Ticket ticket;
@@ -868,26 +878,54 @@ class NetSet {
     }
     group.sync();
     if (group.leader()) {
-      queue::SolePoster poster = sole;
-      ticket = post_packets(peer, c, resolved, words, bytes / 4, tag, poster, alone);
+      post::Sole poster = sole;
+      ticket = post_packets(peer, c, resolved, words, bytes / 4, tag, poster);
       sole = poster;
     }
     return group.broadcast(ticket);
   }
 
-  // Two packets of this thread at `in`, 16-byte aligned, once both carry the tag.
-  BELFRY_DEVICE BELFRY_INLINE Status take_pair(const Word16* in, std::uint32_t tag,
-                                               std::uint32_t* out) const {
-    Word16 word;
-    const Status status = wait_until(comm_.scope, "packet", 0, -1, tag,
-                                     reinterpret_cast<const std::uint64_t*>(in), [&] {
-                                       word = load_word16(in);
-                                       return static_cast<std::uint32_t>(word.low >> 32) == tag &&
-                                              static_cast<std::uint32_t>(word.high >> 32) == tag;
-                                     });
+  // A warp waits in step, all others thread by thread.
+  BELFRY_DEVICE static Warp together(const Warp& group) { return group; }
+  template <class Group>
+  BELFRY_DEVICE static Alone together(const Group&) {
+    return {};
+  }
+
+  // Pairs of packets from `base` on, `Each` for every member, once they carry the tag. Several
+  // loads at once take as long as one.
+  template <unsigned Each, class Group>
+  BELFRY_DEVICE BELFRY_INLINE Status take_pairs(const Group& group, const Word16* in,
+                                                std::uint64_t base, std::uint64_t pairs,
+                                                std::uint32_t tag, std::uint32_t* out) const {
+    const std::uint64_t first = base + group.rank(), step = group.size();
+    Word16 word[Each];
+    const Status status = wait_until(
+        comm_.scope, "packet", 2 * first, -1, tag,
+        reinterpret_cast<const std::uint64_t*>(in + base),
+        [&] {
+          BELFRY_UNROLL
+          for (unsigned k = 0; k < Each; ++k) {
+            if (first + k * step < pairs) word[k] = load_word16(in + first + k * step);
+          }
+          bool all = true;
+          BELFRY_UNROLL
+          for (unsigned k = 0; k < Each; ++k) {
+            all = all && (first + k * step >= pairs ||
+                          (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
+                           static_cast<std::uint32_t>(word[k].high >> 32) == tag));
+          }
+          return all;
+        },
+        together(group));
     if (status != Status::ok) return status;
-    out[0] = static_cast<std::uint32_t>(word.low);
-    out[1] = static_cast<std::uint32_t>(word.high);
+    BELFRY_UNROLL
+    for (unsigned k = 0; k < Each; ++k) {
+      const std::uint64_t i = first + k * step;
+      if (i >= pairs) continue;
+      out[2 * i] = static_cast<std::uint32_t>(word[k].low);
+      out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
+    }
     return status;
   }
 
@@ -905,39 +943,12 @@ class NetSet {
     const std::uint64_t count = bytes / 4;
     const std::uint64_t pairs = offset % 16 == 0 ? count / 2 : 0;
     const auto* in_pairs = reinterpret_cast<const Word16*>(in);
-    // A message of at most a pair for each member: no loop.
-    if (count == 2 * pairs && pairs <= group.size()) {
-      if (group.rank() < pairs) {
-        status = take_pair(in_pairs + group.rank(), tag, out + 2 * group.rank());
-      }
-      return all_ok(group, status);
-    }
     const std::uint64_t step = group.size();
-    // Several loads at once: they take as long as one.
-    for (std::uint64_t first = group.rank(); first < pairs && status == Status::ok;
-         first += packets_at_once * step) {
-      Word16 word[packets_at_once];
-      status = wait_until(comm_.scope, "packet", 2 * first, -1, tag, in + 2 * first, [&] {
-        bool all = true;
-        BELFRY_UNROLL
-        for (unsigned k = 0; k < packets_at_once; ++k) {
-          if (first + k * step < pairs) word[k] = load_word16(in_pairs + first + k * step);
-        }
-        BELFRY_UNROLL
-        for (unsigned k = 0; k < packets_at_once; ++k) {
-          all = all && (first + k * step >= pairs ||
-                        (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
-                         static_cast<std::uint32_t>(word[k].high >> 32) == tag));
-        }
-        return all;
-      });
-      if (status != Status::ok) break;
-      BELFRY_UNROLL
-      for (unsigned k = 0; k < packets_at_once; ++k) {
-        const std::uint64_t i = first + k * step;
-        if (i >= pairs) continue;
-        out[2 * i] = static_cast<std::uint32_t>(word[k].low);
-        out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
+    if (pairs != 0 && pairs <= step) {
+      status = take_pairs<1>(group, in_pairs, 0, pairs, tag, out);
+    } else {
+      for (std::uint64_t at = 0; at < pairs && status == Status::ok; at += packets_at_once * step) {
+        status = take_pairs<packets_at_once>(group, in_pairs, at, pairs, tag, out);
       }
     }
     for (std::uint64_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
@@ -979,7 +990,7 @@ class NetSet {
   // direct: as many packets to a WQE as it can carry inline; proxy: two to a command.
   BELFRY_DEVICE Ticket post_packets(int peer, queue::Command c, const post::Resolved& resolved,
                                     const std::uint32_t* words, std::uint64_t count,
-                                    std::uint32_t tag, queue::SolePoster& sole, bool alone) const {
+                                    std::uint32_t tag, post::Sole& sole) const {
     const Route& r = route(peer);
     Ticket ticket;
     if (count == 0) return ticket;  // nothing that a wait could wait for
@@ -993,9 +1004,9 @@ class NetSet {
           const auto bytes = static_cast<std::uint32_t>(8 * n);
           const std::uint32_t blocks = queue::inline_blocks(bytes);
           std::uint64_t first = 0;
-          if (alone) {
-            ticket.status = queue::await_room(q, sole, blocks, comm_.scope);
-            first = sole.next;
+          if (sole.alone) {
+            ticket.status = queue::await_room(q, sole.poster, blocks, comm_.scope);
+            first = sole.poster.next;
           } else {
             ticket.status = queue::reserve(q, blocks, comm_.scope, first);
           }
@@ -1005,13 +1016,13 @@ class NetSet {
               queue::Signalled::yes,
               [&](std::uint32_t i) { return i % 2 == 0 ? words[at + i / 2] : tag; });
           ticket.end = first + blocks;
-          if (alone) {
-            queue::publish(q, sole, ticket.end);
+          if (sole.alone) {
+            queue::publish(q, sole.poster, ticket.end);
           } else {
             ticket.status = queue::make_ready(q, first, blocks, comm_.scope);
           }
         }
-        if (ticket.status == Status::ok && !alone) {
+        if (ticket.status == Status::ok && !sole.alone) {
           ticket.status = queue::ring(q, ticket.end, comm_.scope);
         }
         return ticket;
@@ -1020,6 +1031,7 @@ class NetSet {
     if constexpr (Paths.has(Path::proxy)) {
       if (r.nic == Path::proxy) {
         const std::uint64_t start = c.dst_offset;
+        queue::CommandProducer producer = producer_for(r, sole);
         for (std::uint64_t at = 0; at < count && ticket.status == Status::ok; at += 2) {
           const bool two = at + 1 < count;
           c.dst_offset = start + 8 * at;
@@ -1028,8 +1040,9 @@ class NetSet {
           c.signal_value = two ? detail::packet(words[at + 1], tag) : 0;
           c.src_offset = 0;
           c.src_window = 0;
-          ticket = push_one(r, r, c, false);
+          ticket = push_one(r, r, producer, c, false);
         }
+        sole.producer = producer;
         return ticket;
       }
     }

@@ -435,6 +435,13 @@ BELFRY_HOST_DEVICE inline Status submit(queue::SendQueue& q, const queue::Comman
   return Status::ok;
 }
 
+// What a Link keeps that alone posts to its peer.
+struct Sole {
+  bool alone = false;
+  queue::SolePoster poster;         // direct
+  queue::CommandProducer producer;  // proxy
+};
+
 namespace detail {
 
 // By value, as in queue::detail::await_completed().

@@ -160,14 +160,17 @@ BELFRY_HOST_DEVICE inline void initialise(CommandRing& ring, std::uint64_t first
 // exchange on `head`. The ring must not be moved meanwhile.
 class CommandProducer {
  public:
-  BELFRY_HOST_DEVICE explicit CommandProducer(CommandRing& ring)
+  CommandProducer() = default;
+  // `alone`: while it lives nobody else pushes to the ring, and a reservation takes no atomic.
+  BELFRY_HOST_DEVICE explicit CommandProducer(CommandRing& ring, bool alone = false)
       : ring_(&ring),
         slots_(ring.slots),
         depth_(ring.depth),
         depth_log2_(ring.depth_log2),
         next_(load<Order::relaxed, Scope::device>(&ring.head)),
         // Acquire, as in reserve().
-        tail_(load<Order::acquire, Scope::device>(&ring.tail_cache)) {}
+        tail_(load<Order::acquire, Scope::device>(&ring.tail_cache)),
+        alone_(alone) {}
 
   // Takes `count` consecutive slots, waiting for room. One thread calls for a whole group; count
   // must not exceed the depth. The tail is read from the consumer's memory only when no copy shows
@@ -215,6 +218,13 @@ class CommandProducer {
           return false;
         }
       }
+      if (alone_) {
+        first = next_;
+        next_ += count;
+        // For those who ask how far the ring goes.
+        store<Order::relaxed, Scope::device>(&ring_->head, next_);
+        return true;
+      }
       // What stood there instead is what is tried next.
       if (compare_exchange<Order::relaxed, Scope::device>(&ring_->head, next_, next_ + count)) {
         first = next_;
@@ -224,11 +234,12 @@ class CommandProducer {
     }
   }
 
-  CommandRing* ring_;
-  CommandSlot* slots_;
-  std::uint32_t depth_, depth_log2_;
-  std::uint64_t next_;  // the ring's head when it was last seen
-  std::uint64_t tail_;  // a lower bound of the consumer's
+  CommandRing* ring_ = nullptr;
+  CommandSlot* slots_ = nullptr;
+  std::uint32_t depth_ = 0, depth_log2_ = 0;
+  std::uint64_t next_ = 0;  // the ring's head when it was last seen
+  std::uint64_t tail_ = 0;  // a lower bound of the consumer's
+  bool alone_ = false;
 };
 
 BELFRY_HOST_DEVICE inline Status wait_complete(const CommandRing& ring, std::uint64_t end,
