@@ -69,40 +69,43 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
   }
 }
 
-// Blocks of more than a warp have a kernel of their own: 1024 threads leave each 64 registers, and
-// where a lone warp waits for memory it should not wait for spilled values too.
-template <Path P, Form F, bool Wide>
-__global__ void __launch_bounds__(Wide ? 1024 : 32, 1)
+// A kernel for each kind of group. Of 1024 threads each has 64 registers; where few wait for memory
+// they should not wait for spilled values too, nor fetch the code of others.
+template <Path P, Form F, unsigned Threads>
+__global__ void __launch_bounds__(Threads, 1)
     ping_pong_gpu(const __grid_constant__ DeviceComm comm, PingPong p, std::uint32_t* trips,
                   LoopTime* time, Outcome* outcome) {
-  // Who is worth a try: one warp or thread for what Net costs beside a Link; a thread where the
-  // rest of a warp would watch it post a command.
-  constexpr bool thread = P == Path::lsa ? F != Form::net_put : true;
-  constexpr bool warp = P == Path::lsa || (P == Path::direct && F != Form::net_put);
-  if constexpr (Wide) {
-    play<P, F>(comm, this_block, p, trips, time, outcome);
-  } else if (thread && (!warp || blockDim.x == 1)) {
-    if constexpr (thread) play<P, F>(comm, this_thread, p, trips, time, outcome);
+  if constexpr (Threads == 1) {
+    play<P, F>(comm, this_thread, p, trips, time, outcome);
+  } else if constexpr (Threads == 32) {
+    play<P, F>(comm, this_warp, p, trips, time, outcome);
   } else {
-    if constexpr (warp) play<P, F>(comm, this_warp, p, trips, time, outcome);
+    play<P, F>(comm, this_block, p, trips, time, outcome);
   }
 }
 
 using PingPongKernel = void (*)(DeviceComm, PingPong, std::uint32_t*, LoopTime*, Outcome*);
 
+template <Path P, Form F>
+PingPongKernel of_any_group(unsigned threads) {
+  if (threads == 1) return ping_pong_gpu<P, F, 1>;
+  if (threads <= 32) return ping_pong_gpu<P, F, 32>;
+  if (threads <= 512) return ping_pong_gpu<P, F, 512>;
+  return ping_pong_gpu<P, F, 1024>;
+}
+
+// Who is worth a try: one warp or thread for what Net costs beside a Link; a thread where the rest
+// of a warp would watch it post a command.
 PingPongKernel kernel_of(Message message, unsigned threads) {
-  const bool wide = threads > 32;
   switch (message) {
-    case Message::lsa:
-      return wide ? ping_pong_gpu<Path::lsa, Form::put, true>
-                  : ping_pong_gpu<Path::lsa, Form::put, false>;
-    case Message::packets:
-      return wide ? ping_pong_gpu<Path::lsa, Form::packet, true>
-                  : ping_pong_gpu<Path::lsa, Form::packet, false>;
-    case Message::lsa_net: return ping_pong_gpu<Path::lsa, Form::net_put, false>;
-    case Message::direct: return ping_pong_gpu<Path::direct, Form::put, false>;
-    case Message::direct_net: return ping_pong_gpu<Path::direct, Form::net_put, false>;
-    case Message::proxy: return ping_pong_gpu<Path::proxy, Form::put, false>;
+    case Message::lsa: return of_any_group<Path::lsa, Form::put>(threads);
+    case Message::packets: return of_any_group<Path::lsa, Form::packet>(threads);
+    case Message::lsa_net: return ping_pong_gpu<Path::lsa, Form::net_put, 32>;
+    case Message::direct:
+      return threads == 1 ? ping_pong_gpu<Path::direct, Form::put, 1>
+                          : ping_pong_gpu<Path::direct, Form::put, 32>;
+    case Message::direct_net: return ping_pong_gpu<Path::direct, Form::net_put, 1>;
+    case Message::proxy: return ping_pong_gpu<Path::proxy, Form::put, 1>;
   }
   return nullptr;
 }

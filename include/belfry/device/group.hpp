@@ -28,8 +28,11 @@ struct Warp {
   BELFRY_DEVICE static unsigned linear_thread() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
   }
+  // Where the block's size divides so, every warp has the same mask, which costs nothing to know.
+  BELFRY_DEVICE static bool whole() { return blockDim.x * blockDim.y * blockDim.z % 32 == 0; }
   BELFRY_DEVICE static unsigned rank() { return linear_thread() % 32; }
   BELFRY_DEVICE static unsigned size() {
+    if (whole()) return 32;
     const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
     const unsigned first = linear_thread() / 32 * 32;
     return threads - first < 32 ? threads - first : 32;
@@ -39,31 +42,46 @@ struct Warp {
     return n == 32 ? 0xffffffffu : (1u << n) - 1;
   }
   BELFRY_DEVICE static bool leader() { return rank() == 0; }
-  BELFRY_DEVICE static void sync() { __syncwarp(mask()); }
+  BELFRY_DEVICE static void sync() {
+    if (whole()) {
+      __syncwarp();
+    } else {
+      __syncwarp(mask());
+    }
+  }
   // Every member gets the leader's value.
   template <class T>
   BELFRY_DEVICE static T broadcast(const T& value) {
     static_assert(sizeof(T) % 4 == 0);
     std::uint32_t words[sizeof(T) / 4];
     std::memcpy(words, &value, sizeof(T));
-    const unsigned members = mask();
-    for (std::uint32_t& word : words) word = __shfl_sync(members, word, 0);
+    if (whole()) {
+      for (std::uint32_t& word : words) word = __shfl_sync(0xffffffffu, word, 0);
+    } else {
+      const unsigned members = mask();
+      for (std::uint32_t& word : words) word = __shfl_sync(members, word, 0);
+    }
     // A shuffle orders no memory: what the leader acquired (a signal, a completion) is every
     // member's only after this.
-    __syncwarp(members);
+    sync();
     T result;
     std::memcpy(static_cast<void*>(&result), words, sizeof(T));
     return result;
   }
   // For wait_until(): lanes that look in step leave together; one by one they would have to be
   // brought together again, which takes longer than a look.
-  BELFRY_DEVICE static bool all(bool mine) { return __all_sync(mask(), mine) != 0; }
+  BELFRY_DEVICE static bool all(bool mine) {
+    return (whole() ? __all_sync(0xffffffffu, mine) : __all_sync(mask(), mine)) != 0;
+  }
   BELFRY_DEVICE static Status leaders(Status mine) { return broadcast(mine); }
 };
 
 // All threads of the block.
 struct Block {
-  BELFRY_DEVICE static unsigned rank() { return Warp::linear_thread(); }
+  BELFRY_DEVICE static unsigned rank() {
+    // Most blocks have one dimension, and each index of a thread takes a while to read.
+    return blockDim.y * blockDim.z == 1 ? threadIdx.x : Warp::linear_thread();
+  }
   BELFRY_DEVICE static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
   BELFRY_DEVICE static bool leader() { return rank() == 0; }
   BELFRY_DEVICE static void sync() { __syncthreads(); }
@@ -191,6 +209,19 @@ BELFRY_DEVICE void copy_bytes(const Group& group, std::byte* dst, const std::byt
 #if BELFRY_ON_GPU
   const auto alignment =
       (reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src)) & 15;
+  // One word, as most messages of a single thread are: out of the way of the loops.
+  if (bytes == 8 && alignment % 8 == 0) {
+    if (group.leader()) {
+      *reinterpret_cast<std::uint64_t*>(dst) = *reinterpret_cast<const std::uint64_t*>(src);
+    }
+    return;
+  }
+  if (bytes == 4 && alignment % 4 == 0) {
+    if (group.leader()) {
+      *reinterpret_cast<std::uint32_t*>(dst) = *reinterpret_cast<const std::uint32_t*>(src);
+    }
+    return;
+  }
   if (alignment == 0) {
     copy_words<uint4>(group, dst, src, bytes);
   } else if (alignment % 8 == 0) {

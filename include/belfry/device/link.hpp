@@ -97,12 +97,13 @@ class LinkSet {
                                   std::uint64_t src_offset, std::uint64_t bytes,
                                   std::uint32_t tag) {
     if constexpr (Paths.has(Path::lsa)) {
-      if (stores_ && bytes % 4 == 0 && src_offset % 4 == 0 && dst_offset % 8 == 0 &&
+      if (stores_ && bytes % 4 == 0 && bytes <= largest_packet_message && src_offset % 4 == 0 &&
+          dst_offset % 8 == 0 &&
           post::inside(dst_offset, packet_bytes(bytes), entries_.dst.bytes) &&
           post::inside(src_offset, bytes, entries_.src.bytes)) {
         net_.store_packets(group, reinterpret_cast<std::uint64_t*>(entries_.to.lsa + dst_offset),
                            reinterpret_cast<const std::uint32_t*>(entries_.src.local + src_offset),
-                           bytes / 4, tag);
+                           static_cast<std::uint32_t>(bytes / 4), tag);
         return {};
       }
     }
@@ -128,14 +129,18 @@ class LinkSet {
                                          bool pay_fence) {
     static_assert(!std::is_same_v<Group, EachLane>, "each_lane posts through Net");
     using How = typename NetSet<Paths>::How;
+    if constexpr (Paths.has(Path::lsa)) {
+      if (stores_ && inside(c)) {
+        Ticket ticket;
+        ticket.status = net_.store_directly(
+            group, route_, c, entries_.to.lsa + c.dst_offset, entries_.src.local + c.src_offset,
+            reinterpret_cast<std::uint64_t*>(entries_.control.lsa) + c.signal_id);
+        return ticket;
+      }
+    }
     post::Resolved resolved;
     How how = How::none;
-    if (Paths.has(Path::lsa) && stores_ && inside(c)) {
-      resolved.lsa = entries_.to.lsa + c.dst_offset;
-      resolved.local.address = reinterpret_cast<std::uintptr_t>(entries_.src.local) + c.src_offset;
-      resolved.lsa_signal = reinterpret_cast<std::uint64_t*>(entries_.control.lsa) + c.signal_id;
-      how = How::stores;
-    } else if (net_.usable_) {
+    if (net_.usable_) {
       resolved = net_.resolve(entries_, c);
       how = net_.choose(route_, c, resolved);
     }

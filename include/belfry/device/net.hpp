@@ -43,6 +43,9 @@ BELFRY_HOST_DEVICE constexpr std::uint64_t packet_bytes(std::uint64_t bytes) {
   return (bytes + 3) / 4 * 8;
 }
 
+// What goes as packets is short: their indices have 32 bits.
+inline constexpr std::uint64_t largest_packet_message = 1ull << 30;
+
 // A kernel's access to one context of a communicator. Cheap to make; every thread makes its own.
 // `Paths` limits what is compiled: a peer that is reached by another path is then an error.
 template <PathSet Paths>
@@ -260,10 +263,11 @@ class NetSet {
 
   // ---- packets ----
 
-  // Sends `bytes` (a multiple of 4) from `src` here as packets to `dst` at `peer`, 8-byte aligned,
-  // where packet_bytes(bytes) of the window are used. Data and tag travel in the same 8-byte
-  // store: one trip, no fence, no signal. The tag is the epoch: the receiver waits for it and
-  // nothing is cleared; a place may be used again with the same tag only after 2^32 - 1 others.
+  // Sends `bytes` (a multiple of 4, at most 1 GiB) from `src` here as packets to `dst` at `peer`,
+  // 8-byte aligned, where packet_bytes(bytes) of the window are used. Data and tag travel in the
+  // same 8-byte store: one trip, no fence, no signal. The tag is the epoch: the receiver waits for
+  // it and nothing is cleared; a place may be used again with the same tag only after 2^32 - 1
+  // others.
   template <class Group>
   BELFRY_DEVICE BELFRY_MAY_OUTLINE Ticket put_packet(const Group& group, int peer, Place dst,
                                                      Place src, std::uint64_t bytes,
@@ -354,12 +358,11 @@ class NetSet {
       const int aborted = __syncthreads_or(mine == Status::aborted);
       return failed != 0 ? Status::failed : aborted != 0 ? Status::aborted : Status::timed_out;
     } else if constexpr (std::is_same_v<Group, Warp>) {
-      const unsigned mask = group.mask();
       // A vote orders no memory, and members read what others unpacked.
       group.sync();
-      if (__any_sync(mask, mine != Status::ok) == 0) return Status::ok;
-      if (__any_sync(mask, mine == Status::failed) != 0) return Status::failed;
-      return __any_sync(mask, mine == Status::aborted) != 0 ? Status::aborted : Status::timed_out;
+      if (group.all(mine == Status::ok)) return Status::ok;
+      if (!group.all(mine != Status::failed)) return Status::failed;
+      return group.all(mine != Status::aborted) ? Status::timed_out : Status::aborted;
     } else {
       return mine;
     }
@@ -519,10 +522,12 @@ class NetSet {
     }
     if constexpr (Paths.has(Path::lsa)) {
       if (how == How::stores) {
+        auto* const local = reinterpret_cast<std::byte*>(resolved.local.address);
         if constexpr (lanes) {
-          ticket.status = store_directly(this_thread, r, c, resolved);
+          ticket.status =
+              store_directly(this_thread, r, c, resolved.lsa, local, resolved.lsa_signal);
         } else {
-          ticket.status = store_directly(group, r, c, resolved);
+          ticket.status = store_directly(group, r, c, resolved.lsa, local, resolved.lsa_signal);
         }
         return ticket;
       }
@@ -715,11 +720,9 @@ class NetSet {
 
   template <class Group>
   BELFRY_DEVICE BELFRY_INLINE Status store_directly(const Group& group, const Route& r,
-                                                    const queue::Command& c,
-                                                    const post::Resolved& resolved) const {
+                                                    const queue::Command& c, std::byte* remote,
+                                                    std::byte* local, std::uint64_t* signal) const {
     using queue::Operation;
-    std::byte* const remote = resolved.lsa;
-    auto* local = reinterpret_cast<std::byte*>(resolved.local.address);
     // Members may read what others wrote to the source.
     group.sync();
     switch (c.operation) {
@@ -739,7 +742,7 @@ class NetSet {
     // Every member's stores happen before the leader's signal.
     group.sync();
     Status status = Status::ok;
-    if (group.leader()) status = signal_directly(r, c, resolved.lsa_signal);
+    if (group.leader()) status = signal_directly(r, c, signal);
     return group.broadcast(status);
   }
 
@@ -859,8 +862,8 @@ class NetSet {
       return ticket;
     }
     const post::Resolved resolved = post::resolve_user(comm_, entries, c);
-    if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || dst.offset % 8 != 0 ||
-        src.offset % 4 != 0) {
+    if (resolved.failure != ErrorReason::none || bytes % 4 != 0 || bytes > largest_packet_message ||
+        dst.offset % 8 != 0 || src.offset % 4 != 0) {
       ticket.status = refuse(
           resolved.failure != ErrorReason::none ? resolved.failure : ErrorReason::bad_argument,
           c.operation, peer, resolved.failure != ErrorReason::none ? resolved.detail : bytes);
@@ -873,7 +876,8 @@ class NetSet {
     }
     const auto* words = reinterpret_cast<const std::uint32_t*>(entries.src.local + src.offset);
     if (by_stores(r, c, resolved)) {
-      store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words, bytes / 4, tag);
+      store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words,
+                    static_cast<std::uint32_t>(bytes / 4), tag);
       return ticket;
     }
     group.sync();
@@ -896,9 +900,9 @@ class NetSet {
   // loads at once take as long as one.
   template <unsigned Each, class Group>
   BELFRY_DEVICE BELFRY_INLINE Status take_pairs(const Group& group, const Word16* in,
-                                                std::uint64_t base, std::uint64_t pairs,
+                                                std::uint32_t base, std::uint32_t pairs,
                                                 std::uint32_t tag, std::uint32_t* out) const {
-    const std::uint64_t first = base + group.rank(), step = group.size();
+    const std::uint32_t first = base + group.rank(), step = group.size();
     Word16 word[Each];
     const Status status = wait_until(
         comm_.scope, "packet", 2 * first, -1, tag,
@@ -921,7 +925,7 @@ class NetSet {
     if (status != Status::ok) return status;
     BELFRY_UNROLL
     for (unsigned k = 0; k < Each; ++k) {
-      const std::uint64_t i = first + k * step;
+      const std::uint32_t i = first + k * step;
       if (i >= pairs) continue;
       out[2 * i] = static_cast<std::uint32_t>(word[k].low);
       out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
@@ -934,24 +938,25 @@ class NetSet {
                                                   std::uint64_t offset, void* dst,
                                                   std::uint64_t bytes, std::uint32_t tag) const {
     Status status = Status::ok;
-    if (window.valid == 0 || bytes % 4 != 0 || offset % 8 != 0 ||
+    if (window.valid == 0 || bytes % 4 != 0 || bytes > largest_packet_message || offset % 8 != 0 ||
         !post::inside(offset, packet_bytes(bytes), window.bytes)) {
       return refuse(ErrorReason::out_of_window, queue::Operation::put_packet, -1, offset);
     }
     const auto* in = reinterpret_cast<const std::uint64_t*>(window.local + offset);
     auto* out = static_cast<std::uint32_t*>(dst);
-    const std::uint64_t count = bytes / 4;
-    const std::uint64_t pairs = offset % 16 == 0 ? count / 2 : 0;
+    const auto count = static_cast<std::uint32_t>(bytes / 4);
+    const std::uint32_t pairs = offset % 16 == 0 ? count / 2 : 0;
     const auto* in_pairs = reinterpret_cast<const Word16*>(in);
-    const std::uint64_t step = group.size();
+    const std::uint32_t step = group.size();
     if (pairs != 0 && pairs <= step) {
       status = take_pairs<1>(group, in_pairs, 0, pairs, tag, out);
     } else {
-      for (std::uint64_t at = 0; at < pairs && status == Status::ok; at += packets_at_once * step) {
+      for (std::uint32_t at = 0; at < pairs && status == Status::ok; at += packets_at_once * step) {
         status = take_pairs<packets_at_once>(group, in_pairs, at, pairs, tag, out);
       }
     }
-    for (std::uint64_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
+    if (2 * pairs == count) return all_ok(group, status);
+    for (std::uint32_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
       std::uint64_t word = 0;
       status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
         word = load<Order::relaxed, Scope::system>(in + i);
@@ -965,21 +970,23 @@ class NetSet {
   // Two to a store where the place allows it: each half carries its own tag, so that it does not
   // matter whether both arrive at once.
   template <class Group>
-  BELFRY_DEVICE static void store_packets(const Group& group, std::uint64_t* out,
-                                          const std::uint32_t* words, std::uint64_t count,
-                                          std::uint32_t tag) {
+  BELFRY_DEVICE BELFRY_INLINE static void store_packets(const Group& group, std::uint64_t* out,
+                                                        const std::uint32_t* words,
+                                                        std::uint32_t count, std::uint32_t tag) {
     // Members may read what others wrote to the source.
     group.sync();
-    const std::uint64_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
+    const std::uint32_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
     auto* out_pairs = reinterpret_cast<Word16*>(out);
     // Each leaves as soon as it is read: the source is near, and what is first on its way is first
     // there.
-    for (std::uint64_t i = group.rank(); i < pairs; i += group.size()) {
+    for (std::uint32_t i = group.rank(); i < pairs; i += group.size()) {
       store_word16(out_pairs + i,
                    {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
     }
-    for (std::uint64_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
-      store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
+    if (2 * pairs != count) {
+      for (std::uint32_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
+        store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
+      }
     }
     // The ticket is complete: nobody may still read the source when a member reuses it.
     group.sync();
