@@ -18,13 +18,6 @@
 #define BELFRY_HOST_DEVICE __host__ __device__
 #define BELFRY_DEVICE __device__
 #define BELFRY_INLINE __forceinline__
-// Before a loop whose indices must be known, so that an array stays in registers. nvcc's host
-// compiler does not know the pragma.
-#if defined(__CUDA_ARCH__)
-#define BELFRY_UNROLL _Pragma("unroll")
-#else
-#define BELFRY_UNROLL
-#endif
 // What hardly ever runs stays out of the way of what does: code that is not called is not fetched.
 #define BELFRY_COLD inline __noinline__
 #if defined(BELFRY_OUTLINE_CALLS)
@@ -42,11 +35,21 @@
 #endif
 #define BELFRY_MAY_OUTLINE
 #define BELFRY_COLD inline __attribute__((noinline, cold))
-#define BELFRY_UNROLL
 #define BELFRY_CUDA 0
 #define BELFRY_HOST_DEVICE
 #define BELFRY_DEVICE
 #define BELFRY_INLINE inline __attribute__((always_inline))
+#endif
+
+// UNROLL stands before a loop whose indices must be known, so that an array stays in registers;
+// ROLLED before one that is left after a turn or two: unrolled it would be much code to jump over,
+// and what is jumped to must be fetched. The host's compiler knows neither pragma.
+#if defined(__CUDA_ARCH__)
+#define BELFRY_UNROLL _Pragma("unroll")
+#define BELFRY_ROLLED _Pragma("unroll 1")
+#else
+#define BELFRY_UNROLL
+#define BELFRY_ROLLED
 #endif
 
 // True only while code for the GPU itself is generated.

@@ -150,6 +150,7 @@ BELFRY_DEVICE void copy_words(const Group& group, std::byte* dst, const std::byt
   const auto* from = reinterpret_cast<const Word*>(src);
   const std::uint64_t words = bytes / sizeof(Word);
   const std::uint64_t step = group.size();
+  BELFRY_ROLLED
   for (std::uint64_t i = group.rank(); i < words; i += copies_at_once * step) {
     Word word[copies_at_once];
     BELFRY_UNROLL

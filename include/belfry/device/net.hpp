@@ -951,11 +951,13 @@ class NetSet {
     if (pairs != 0 && pairs <= step) {
       status = take_pairs<1>(group, in_pairs, 0, pairs, tag, out);
     } else {
+      BELFRY_ROLLED
       for (std::uint32_t at = 0; at < pairs && status == Status::ok; at += packets_at_once * step) {
         status = take_pairs<packets_at_once>(group, in_pairs, at, pairs, tag, out);
       }
     }
     if (2 * pairs == count) return all_ok(group, status);
+    BELFRY_ROLLED
     for (std::uint32_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
       std::uint64_t word = 0;
       status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
@@ -979,11 +981,13 @@ class NetSet {
     auto* out_pairs = reinterpret_cast<Word16*>(out);
     // Each leaves as soon as it is read: the source is near, and what is first on its way is first
     // there.
+    BELFRY_ROLLED
     for (std::uint32_t i = group.rank(); i < pairs; i += group.size()) {
       store_word16(out_pairs + i,
                    {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
     }
     if (2 * pairs != count) {
+      BELFRY_ROLLED
       for (std::uint32_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
         store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
       }
