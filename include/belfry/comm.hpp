@@ -20,6 +20,15 @@
 
 namespace belfry {
 
+// What runs SoftNIC where windows lie in a GPU's memory.
+enum class SoftnicEngine {
+  kernel,  // a persistent kernel of that GPU, which takes SMs
+  cpu      // a thread of this process, by the GPU's copy engines
+};
+const char* to_string(SoftnicEngine engine);
+// "kernel" or "cpu"; throws belfry::Error that says `where` it was found.
+SoftnicEngine parse_softnic_engine(const std::string& name, const std::string& where);
+
 // What SoftNIC does wrong on purpose; see docs/softnic.md. Probabilities per operation.
 struct SoftnicOptions {
   std::uint64_t seed = 1;
@@ -38,14 +47,15 @@ struct SoftnicOptions {
   // it (gets and fetching atomics twice that), and all of a rank's leave no faster than the rate.
   std::chrono::nanoseconds latency{0};
   std::uint64_t bytes_per_second = 0;  // 0: as fast as the memory is
-  // On a GPU it is a kernel of this many CTAs, an SM each: 2 for latency, 16 for a link's
-  // bandwidth.
+  // On a GPU; the same on every rank.
+  SoftnicEngine engine = SoftnicEngine::kernel;
+  // The kernel's CTAs, an SM each: 2 for latency, 16 for a link's bandwidth.
   std::uint32_t ctas = 4;
 };
 
 // The same on every rank but for what is marked (local); a mismatch is an error that names the
-// field. The environment's BELFRY_PATH, BELFRY_PROVIDER and BELFRY_PROVIDERS replace `path`,
-// `provider` and `providers`.
+// field. The environment's BELFRY_PATH, BELFRY_PROVIDER, BELFRY_PROVIDERS and
+// BELFRY_SOFTNIC_ENGINE replace `path`, `provider`, `providers` and `softnic.engine`.
 struct CommOptions {
   std::uint32_t contexts = 4;
   std::uint32_t signals = 1024;
@@ -69,7 +79,7 @@ struct CommOptions {
   // A wait inside a kernel, once every rank is in one; and before that (local).
   std::chrono::nanoseconds timeout = std::chrono::seconds(30);
   std::chrono::nanoseconds startup_timeout = std::chrono::minutes(10);
-  SoftnicOptions softnic;  // (local)
+  SoftnicOptions softnic;  // (local, but for its engine)
 };
 
 // Throws belfry::Error that names the field, its value and its bounds.

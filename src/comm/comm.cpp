@@ -14,6 +14,18 @@
 
 namespace belfry {
 
+const char* to_string(SoftnicEngine engine) {
+  return engine == SoftnicEngine::kernel ? "kernel" : "cpu";
+}
+
+SoftnicEngine parse_softnic_engine(const std::string& name, const std::string& where) {
+  for (const SoftnicEngine engine : {SoftnicEngine::kernel, SoftnicEngine::cpu}) {
+    if (name == to_string(engine)) return engine;
+  }
+  throw Error(where, "'" + name + "'", "kernel or cpu",
+              "correct it, or leave it out for the kernel");
+}
+
 Comm::Comm(std::shared_ptr<Implementation> implementation) : self_(std::move(implementation)) {}
 
 std::unique_ptr<Comm> Comm::create(const std::shared_ptr<Bootstrap>& bootstrap,
@@ -29,6 +41,9 @@ std::unique_ptr<Comm> Comm::create(const std::shared_ptr<Bootstrap>& bootstrap,
     }
     if (const char* names = std::getenv("BELFRY_PROVIDERS"); names != nullptr && *names != '\0') {
       chosen.providers = names;
+    }
+    if (const char* name = std::getenv("BELFRY_SOFTNIC_ENGINE"); name != nullptr && *name != '\0') {
+      chosen.softnic.engine = parse_softnic_engine(name, "BELFRY_SOFTNIC_ENGINE");
     }
     check(chosen);
     implementation = std::make_shared<Implementation>(bootstrap, chosen);

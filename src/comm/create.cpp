@@ -65,6 +65,8 @@ void check(const CommOptions& o) {
     throw Error("option gpu", std::to_string(o.gpu), "-1, or the number of a CUDA device",
                 "correct the communicator's options");
   }
+  bound("softnic.engine", static_cast<std::uint64_t>(o.softnic.engine), 0,
+        static_cast<std::uint64_t>(SoftnicEngine::cpu));
   bound("path", static_cast<std::uint64_t>(o.path), 0, static_cast<std::uint64_t>(Path::lsa));
   bound("timeout (ns)", static_cast<std::uint64_t>(o.timeout.count()), 1, ~0ull >> 1);
   bound("startup_timeout (ns)", static_cast<std::uint64_t>(o.startup_timeout.count()), 1,
@@ -98,13 +100,10 @@ void Comm::Implementation::create() {
   make_control_memory();
   choose_paths();
   open_providers();
+  place_signals();
   make_tables();
   // Registered with every provider that some pair uses; window 0.
-  if (gpu != nullptr) {
-    publish_window(control_window, WindowMemory(gpu->signals), nullptr);
-  } else {
-    publish_window(control_window, WindowMemory(control), nullptr);
-  }
+  publish_window(control_window, control_memory(), nullptr);
   if (gpu != nullptr) make_gpu_tables();
   connect_queues();
   test_connections();
@@ -129,6 +128,7 @@ void Comm::Implementation::agree_on_configuration() {
       {"result_slots", std::to_string(o.result_slots)},
       {"collapsed_cq", o.collapsed_cq ? "yes" : "no"},
       {"memory (option gpu)", o.gpu >= 0 ? "of a GPU" : "of the host"},
+      {"softnic.engine", to_string(o.softnic.engine)},
       {"path", o.path == Path::none ? "any" : to_string(o.path)},
       {"provider", o.provider.empty() ? "any" : o.provider},
       {"load_store", o.load_store ? "yes" : "no"},
@@ -212,6 +212,7 @@ void Comm::Implementation::open_providers() {
   chosen.queues = static_cast<std::uint32_t>(queues);
   chosen.peers = static_cast<std::uint32_t>(ranks);
   chosen.gpu = options.gpu;
+  chosen.engine_on_cpu = options.softnic.engine == SoftnicEngine::cpu;
   chosen.ctas = options.softnic.ctas;
   chosen.windows = options.windows;
   chosen.patience = std::clamp<std::chrono::nanoseconds>(
@@ -252,17 +253,22 @@ void Comm::Implementation::make_control_memory() {
   words = static_cast<std::uint32_t>(DeviceComm::control_words(options.signals, options.barriers)) +
           static_cast<std::uint32_t>(ranks);
   const std::size_t bytes = 8 * (words + 3 * static_cast<std::size_t>(ranks));
-  control = memory::SharedSegment(fmt::format("belfry-control-{}", rank), bytes);
+  const std::string name = fmt::format("belfry-control-{}", rank);
   struct Names {
     memory::SegmentName control;
     memory::GpuName signals;
-  } mine{control.name(), {}};
+  } mine;
   if (options.gpu >= 0) {
     gpu = std::make_unique<OnGpu>();
     gpu->device = options.gpu;
     gpu->signals = memory::GpuBlock(gpu->device, bytes);
     mine.signals = gpu->signals.name();
+    if (options.softnic.engine == SoftnicEngine::cpu) {
+      gpu->control = memory::PinnedSegment(name, bytes);
+    }
   }
+  if (gpu == nullptr || !gpu->control) own_control = memory::SharedSegment(name, bytes);
+  mine.control = control().name();
   // The first use of load/store access is also its test.
   const auto names = bootstrap->allgather_value(mine);
   reachable.assign(static_cast<std::size_t>(ranks), false);
@@ -302,6 +308,28 @@ void Comm::Implementation::choose_paths() {
       if (b == rank && a != rank) choices.push_back(choice);
     }
   }
+}
+
+// Where one NIC alone adds to this rank's signals, and does so with the CPU's atomics, they lie in
+// memory that the CPU reaches: also what ranks of this host send then goes by it. Where every rank
+// is reached by loads and stores, kernels add to them, and they stay with the GPU.
+void Comm::Implementation::place_signals() {
+  if (gpu == nullptr || !gpu->control) return;
+  bool by_nic = false;
+  for (const path::Choice& choice : choices) {
+    if (choice.nic == Path::none || !providers[factory_index(choice.provider)]->signals_on_host()) {
+      return;
+    }
+    by_nic = by_nic || !choice.lsa;
+  }
+  gpu->signals_on_host = by_nic;
+}
+
+WindowMemory Comm::Implementation::control_memory() const {
+  if (gpu != nullptr && !gpu->signals_on_host) return WindowMemory(gpu->signals);
+  WindowMemory memory(control());
+  memory.by_nic_alone = gpu != nullptr;
+  return memory;
 }
 
 bool Comm::Implementation::cpu_counts() const {
@@ -374,8 +402,7 @@ void Comm::Implementation::make_tables() {
   view.window_table = window_views.data();
   view.window_peers = window_peers.data();
   view.routes = routes.data();
-  view.local_signals =
-      static_cast<std::uint64_t*>(gpu != nullptr ? gpu->signals.data() : control.data());
+  view.local_signals = reinterpret_cast<std::uint64_t*>(control_memory().data);
   view.local_counters = counters;
   view.barrier_epochs = epochs.data();
   view.entered = view.entered_here = &shared->entered;

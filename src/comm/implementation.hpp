@@ -109,6 +109,7 @@ struct WindowMemory {
   std::uint64_t bytes = 0;
   const memory::SharedSegment* segment = nullptr;
   const memory::GpuBlock* block = nullptr;
+  bool by_nic_alone = false;  // no rank's loads and stores reach it
 
   WindowMemory(std::byte* data_, std::uint64_t bytes_) : data(data_), bytes(bytes_) {}
   explicit WindowMemory(const memory::SharedSegment& s)
@@ -129,11 +130,13 @@ struct SharedWords {
 // memory takes a microsecond, and the CPU keeps its own.
 struct OnGpu {
   int device = 0;
-  memory::PinnedBlock shared;  // SharedWords, and the counters where a CPU counts
-  memory::PinnedBlock lanes;   // LaneWords
-  memory::GpuBlock signals;    // window 0
-  memory::GpuBlock tables;     // windows, their peers, routes, teams; epochs, entered, counters
-  DeviceComm view{};           // as kernels get it
+  memory::PinnedBlock shared;    // SharedWords, and the counters where a CPU counts
+  memory::PinnedBlock lanes;     // LaneWords
+  memory::GpuBlock signals;      // window 0, unless
+  bool signals_on_host = false;  // it is `control`: see Provider::signals_on_host()
+  memory::PinnedSegment control;
+  memory::GpuBlock tables;  // windows, their peers, routes, teams; epochs, entered, counters
+  DeviceComm view{};        // as kernels get it
   WindowView* windows = nullptr;
   WindowPeer* window_peers = nullptr;
   Route* routes = nullptr;
@@ -167,10 +170,14 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   void start_progress();
   // A word that kernels poll, wherever it lies.
   std::uint64_t read_word(const std::uint64_t* word) const;
+  bool is_signal_on_host(const std::uint64_t* word) const;
   // The same word for a report of who waits for what: null where the CPU cannot read it.
   const std::uint64_t* cpu_word(const std::uint64_t* word) const {
-    return gpu == nullptr ? word : nullptr;
+    return gpu == nullptr || is_signal_on_host(word) ? word : nullptr;
   }
+  // After the providers are open.
+  void place_signals();
+  WindowMemory control_memory() const;
   // Whether the CPU counts what it posts for a kernel. A CPU cannot write to a GPU's memory: then
   // the counters lie with it, and kernels poll over PCIe.
   bool cpu_counts() const;
@@ -251,11 +258,14 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
 
   std::vector<std::unique_ptr<provider::Provider>> providers;  // by factory; null: not here
   std::unique_ptr<OnGpu> gpu;
-  memory::SharedSegment control;
-  // Signals in `control`: of users, of barriers, and one of each rank for its connections' tests.
+  memory::SharedSegment own_control;  // empty where gpu->control takes its place
+  const memory::SharedSegment& control() const {
+    return own_control ? own_control : gpu->control.segment();
+  }
+  // Signals in `control()`: of users, of barriers, and one of each rank for its connections' tests.
   // The ranks' presence follows them, then two words of each rank for those tests.
   std::uint32_t words = 0;
-  // The peers' `control`, by peer: null where it cannot be mapped.
+  // The peers' control(), by peer: null where it cannot be mapped.
   std::vector<std::shared_ptr<memory::Mapping>> peer_controls;
   std::vector<bool> reachable;
   std::vector<path::Offer> offers;

@@ -82,12 +82,19 @@ void Comm::Implementation::collect_reports() {
 // it is taken for present, and a wait's deadline starts with the wait.
 bool Comm::Implementation::present(int peer) const {
   if (gpu != nullptr && peer_controls[static_cast<std::size_t>(peer)] == nullptr) return true;
-  const auto* presence = static_cast<const std::uint64_t*>(control.data()) + words;
+  const auto* presence = static_cast<const std::uint64_t*>(control().data()) + words;
   return load<Order::relaxed, Scope::system>(presence + peer) != 0;
 }
 
+bool Comm::Implementation::is_signal_on_host(const std::uint64_t* word) const {
+  if (gpu == nullptr || !gpu->signals_on_host) return false;
+  const auto offset =
+      reinterpret_cast<std::uintptr_t>(word) - reinterpret_cast<std::uintptr_t>(control().data());
+  return offset < control().size();
+}
+
 std::uint64_t Comm::Implementation::read_word(const std::uint64_t* word) const {
-  if (gpu == nullptr) return load<Order::acquire, Scope::system>(word);
+  if (cpu_word(word) != nullptr) return load<Order::acquire, Scope::system>(word);
   std::uint64_t value = 0;
   memory::copy_from_gpu(gpu->device, &value, word, sizeof(value));
   return value;

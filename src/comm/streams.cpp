@@ -388,7 +388,7 @@ void Comm::Implementation::break_wait(StreamEntry& entry) {
 }
 
 void Comm::Implementation::write_word(std::uint64_t* word, std::uint64_t value) const {
-  if (gpu == nullptr) return store<Order::release, Scope::system>(word, value);
+  if (cpu_word(word) != nullptr) return store<Order::release, Scope::system>(word, value);
   memory::copy_to_gpu(gpu->device, word, &value, sizeof(value));
 }
 

@@ -15,8 +15,9 @@ namespace {
 
 constexpr std::size_t max_providers = 8;
 
-// How ranks of other processes reach a window's memory by loads and stores.
-enum class Sharing : std::uint32_t { no, segment, gpu };
+// How ranks of other processes reach a window's memory by loads and stores; `nic`: nor do those of
+// this process.
+enum class Sharing : std::uint32_t { no, segment, gpu, nic };
 
 // A rank's part of a window, as it is exchanged.
 struct WindowOffer {
@@ -45,7 +46,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
   mine.bytes = bytes;
   mine.id = id;
   if (memory.segment != nullptr) {
-    mine.shared = Sharing::segment;
+    mine.shared = memory.by_nic_alone ? Sharing::nic : Sharing::segment;
     mine.segment = memory.segment->name();
   } else if (memory.block != nullptr && *memory.block) {
     mine.shared = Sharing::gpu;
@@ -109,7 +110,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
         entry.lkey = lkeys[i];
       }
       const bool imports = choice.nic != Path::none && provider_of(peer).needs_mappings();
-      if (!choice.lsa && !imports) continue;
+      if ((!choice.lsa && !imports) || offer.shared == Sharing::nic) continue;
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
       std::byte* mapped = nullptr;
       if (offer.shared != Sharing::no && trouble == nullptr) {

@@ -319,6 +319,67 @@ PinnedBlock& PinnedBlock::operator=(PinnedBlock&& other) noexcept {
   return *this;
 }
 
+namespace {
+
+// Never destroyed, as the devices above.
+struct IdleSegments {
+  std::mutex mutex;
+  std::vector<SharedSegment> list;
+};
+IdleSegments& idle_segments() {
+  static auto* state = new IdleSegments;
+  return *state;
+}
+
+}  // namespace
+
+PinnedSegment::PinnedSegment(const std::string& name, std::size_t bytes) {
+  const std::string thing = fmt::format("{} bytes of pinned memory for {}", bytes, name);
+  {
+    IdleSegments& idle = idle_segments();
+    const std::lock_guard guard(idle.mutex);
+    const auto fits = [bytes](const SharedSegment& s) {
+      return s.size() >= bytes && s.size() - bytes < 4096;
+    };
+    const auto found = std::find_if(idle.list.begin(), idle.list.end(), fits);
+    if (found != idle.list.end()) {
+      segment_ = std::move(*found);
+      idle.list.erase(found);
+    }
+  }
+  if (segment_) {
+    std::memset(segment_.data(), 0, segment_.size());
+    return;
+  }
+  SharedSegment made(name, bytes);
+  check(
+      cudaHostRegister(made.data(), made.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
+      thing, "raise the limit: ulimit -l");
+  void* for_kernels = nullptr;
+  const cudaError_t code = cudaHostGetDevicePointer(&for_kernels, made.data(), 0);
+  if (code != cudaSuccess || for_kernels != made.data()) {
+    (void)cudaHostUnregister(made.data());
+    check(code, thing, "see the first error of this process");
+    throw Error(thing, "another address for kernels than for the CPU", "one address for both",
+                "use a GPU whose driver says cudaDevAttrCanUseHostPointerForRegisteredMem");
+  }
+  segment_ = std::move(made);
+}
+
+PinnedSegment::~PinnedSegment() {
+  if (!segment_) return;
+  IdleSegments& idle = idle_segments();
+  const std::lock_guard guard(idle.mutex);
+  idle.list.push_back(std::move(segment_));
+}
+
+PinnedSegment::PinnedSegment(PinnedSegment&& other) noexcept = default;
+
+PinnedSegment& PinnedSegment::operator=(PinnedSegment&& other) noexcept {
+  std::swap(segment_, other.segment_);
+  return *this;
+}
+
 void copy_to_gpu(int device, void* target, const void* source, std::size_t bytes) {
   copy(device, target, source, bytes, true);
 }

@@ -11,6 +11,7 @@
 #include <string>
 
 #include "belfry/stream.hpp"
+#include "memory/shared_segment.hpp"
 
 namespace belfry::memory {
 
@@ -60,8 +61,9 @@ class GpuBlock {
   int device_ = -1;
 };
 
-// While one is alive a kernel of this process never ends. cudaIpcCloseMemHandle waits for it, so
-// mappings that are dropped meanwhile are unmapped when the last has gone.
+// While one is alive a kernel of this process never ends, or kernels wait for a thread of this
+// process that calls CUDA. cudaIpcCloseMemHandle waits for them, so mappings that are dropped
+// meanwhile are unmapped when the last has gone.
 class EndlessKernel {
  public:
   EndlessKernel();
@@ -106,6 +108,23 @@ class PinnedBlock {
  private:
   void* data_ = nullptr;
   std::size_t bytes_ = 0;
+};
+
+// A zero-filled segment that kernels of every GPU of this process reach under its address, too.
+// Kept when given back, as a PinnedBlock is.
+class PinnedSegment {
+ public:
+  PinnedSegment() = default;
+  // Throws belfry::Error that says what the driver refused.
+  PinnedSegment(const std::string& name, std::size_t bytes);
+  ~PinnedSegment();  // NOLINT(performance-trivially-destructible)
+  PinnedSegment(PinnedSegment&&) noexcept;
+  PinnedSegment& operator=(PinnedSegment&&) noexcept;
+  explicit operator bool() const { return static_cast<bool>(segment_); }
+  const SharedSegment& segment() const { return segment_; }
+
+ private:
+  SharedSegment segment_;
 };
 
 // `count` values in pinned memory. cudaHostAlloc's own memory would do, but for its end:

@@ -31,6 +31,10 @@ PinnedBlock::PinnedBlock(std::size_t) { refuse("pinned memory"); }
 PinnedBlock::~PinnedBlock() = default;
 PinnedBlock::PinnedBlock(PinnedBlock&&) noexcept = default;
 PinnedBlock& PinnedBlock::operator=(PinnedBlock&&) noexcept = default;
+PinnedSegment::PinnedSegment(const std::string&, std::size_t) { refuse("pinned memory"); }
+PinnedSegment::~PinnedSegment() = default;
+PinnedSegment::PinnedSegment(PinnedSegment&&) noexcept = default;
+PinnedSegment& PinnedSegment::operator=(PinnedSegment&&) noexcept = default;
 void copy_to_gpu(int, void*, const void*, std::size_t) { refuse("memory of a GPU"); }
 void copy_from_gpu(int, void*, const void*, std::size_t) { refuse("memory of a GPU"); }
 

@@ -100,8 +100,9 @@ struct Options {
   // For providers that watch over their connections: one with something under way from which
   // nothing has come for so long is lost.
   std::chrono::nanoseconds patience = std::chrono::seconds(20);
-  std::int32_t gpu = -1;   // whose memory it must reach; -1: the host's
-  std::uint32_t ctas = 4;  // of SoftNIC's kernel there
+  std::int32_t gpu = -1;       // whose memory it must reach; -1: the host's
+  bool engine_on_cpu = false;  // of SoftNIC for that memory, in place of a kernel
+  std::uint32_t ctas = 4;      // of that kernel
   softnic::Faults faults;
   softnic::Pacing pacing;
 };
@@ -123,6 +124,9 @@ class Provider {
   // After a failure, before memory goes: nothing of this rank moves any more, and nothing of a peer
   // is taken in. For good.
   virtual void halt() {}
+  // True when its atomics on a GPU's memory are atomic with no kernel's, and those on the host's
+  // memory with the CPU's: signals that it adds to then lie there, and no kernel adds to them.
+  virtual bool signals_on_host() const { return false; }
   // True when a setting may keep a queue from working that was connected without an error.
   virtual bool tests_connections() const { return false; }
   // How a peer's device is set up differently, for the message when such a test fails.

@@ -52,7 +52,7 @@ std::span<const Factory> factories() {
              }),
 #endif
       {"soft", "SoftNIC: a NIC in software, between processes of one host", true, probe_soft,
-       open_soft, lacks_cuda, describe_soft, identify_soft, soft_differs},
+       open_soft, soft_lacks_for_gpus, describe_soft, identify_soft, soft_differs},
   }};
   return list;
 }

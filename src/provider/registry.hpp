@@ -18,6 +18,7 @@ std::unique_ptr<Provider> open_soft(const Options& options);
 std::string describe_soft();
 Blob identify_soft();
 std::string soft_differs(const Blob& a, const Blob& b);
+std::string soft_lacks_for_gpus();
 // SoftNIC as a kernel of options.gpu; only in a build with CUDA.
 std::unique_ptr<Provider> open_soft_on_gpu(const Options& options);
 

@@ -1,60 +1,28 @@
-// Provider `soft`: SoftNIC in this process, its engine a poller of the host executor.
+// Provider `soft`: SoftNIC in this process, its engine a poller of the host executor; or, for
+// windows in a GPU's memory, on a thread, with queues that the GPU reaches in pinned memory and the
+// GPU's copy engines to move the data.
+#include <fmt/format.h>
+
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <mutex>
 
 #include "belfry/simt.hpp"
-#include "provider/blob.hpp"
+#include "memory/gpu.hpp"
+#include "provider/engine_threads.hpp"
 #include "provider/machine.hpp"
-#include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
 #include "provider/soft_queue.hpp"
+#include "softnic/gpu_memory.hpp"
 #include "softnic/nic.hpp"
 
 namespace belfry::provider {
 namespace {
 
-class SoftQueue final : public MemoryQueue {
- public:
-  SoftQueue(std::shared_ptr<softnic::SoftNic> nic, const QueueConfig& config)
-      : MemoryQueue(config), nic_(std::move(nic)) {
-    const softnic::MemoryKey key = nic_->register_memory(
-        results(), config.result_slots * sizeof(std::uint64_t), softnic::access::local_write);
-    results_lkey_ = key.lkey;
-    queue::SendQueue& q = *send_queue();
-    q.results_lkey = key.lkey;
-    cqn_ = nic_->create_cq(cq_config(q, config));
-    q.qpn = nic_->create_qp(qp_config(q, config, cqn_));
-  }
-
-  ~SoftQueue() override {
-    nic_->destroy_qp(send_queue()->qpn);
-    nic_->destroy_cq(cqn_);
-    nic_->deregister(results_lkey_);
-  }
-
-  Blob address() const override { return blob_of(qpn()); }
-
-  void connect(std::span<const std::byte> remote_device,
-               std::span<const std::byte> remote_queue) override {
-    softnic::QpAttributes attributes;
-    attributes.remote = value_of<softnic::NicAddress>(remote_device, "address of a peer's SoftNIC");
-    attributes.remote_qpn = value_of<std::uint32_t>(remote_queue, "number of a peer's queue");
-    nic_->modify_qp(qpn(), softnic::QpState::init);
-    nic_->modify_qp(qpn(), softnic::QpState::rtr, attributes);
-    nic_->modify_qp(qpn(), softnic::QpState::rts, attributes);
-  }
-
- private:
-  std::shared_ptr<softnic::SoftNic> nic_;
-  std::uint32_t results_lkey_ = 0;
-  std::uint32_t cqn_ = 0;
-};
+using HostPair = SoftPair<softnic::SoftNic, softnic::QpAttributes>;
 
 class SoftProvider final : public Provider {
  public:
-  explicit SoftProvider(const Options& options) {
+  explicit SoftProvider(const Options& options) : gpu_(options.gpu) {
     softnic::NicConfig config;
     config.name = options.label;
     config.max_qps = config.max_cqs = std::bit_ceil(std::max(options.queues, 64u));
@@ -65,13 +33,28 @@ class SoftProvider final : public Provider {
     config.faults = options.faults;
     config.pacing = options.pacing;
     nic_ = std::make_shared<softnic::SoftNic>(config);
-    poller_ =
-        simt::add_poller("softnic " + options.label, [nic = nic_] { return nic->progress(); });
+    if (gpu_ >= 0) {
+      waited_for_.emplace();
+      // Its streams and its pinned memory are made before any kernel runs.
+      const memory::GpuBlock probe(gpu_, 1);
+      (void)memory_of(probe.data(), probe.size());
+      thread_ = EngineThread([nic = nic_] { return nic->progress(); });
+    } else {
+      poller_ =
+          simt::add_poller("softnic " + options.label, [nic = nic_] { return nic->progress(); });
+    }
   }
 
   const char* name() const override { return "soft"; }
   bool device_queues() const override { return true; }
-  std::string describe() const override { return "SoftNIC in this process"; }
+  std::string describe() const override {
+    if (gpu_ < 0) return "SoftNIC in this process";
+    return fmt::format(
+        "SoftNIC on a thread of this process, by the copy engines of GPU {}, queues in pinned "
+        "memory",
+        gpu_);
+  }
+  bool signals_on_host() const override { return gpu_ >= 0; }
   Blob address() const override { return blob_of(nic_->address()); }
 
   Registration register_memory(void* address, std::size_t bytes,
@@ -81,6 +64,8 @@ class SoftProvider final : public Provider {
       options.segment = segment;
       options.segment_offset = static_cast<std::uint64_t>(static_cast<std::byte*>(address) -
                                                           static_cast<std::byte*>(segment->data()));
+    } else if (gpu_ >= 0) {
+      options.device = memory_of(address, bytes);
     }
     const softnic::MemoryKey key =
         nic_->register_memory(address, bytes, softnic::access::all, options);
@@ -90,7 +75,14 @@ class SoftProvider final : public Provider {
   void deregister(std::uint32_t lkey) override { nic_->deregister(lkey); }
 
   std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
-    return std::make_unique<SoftQueue>(nic_, config);
+    if (config.on_gpu) {
+      return std::make_unique<GpuSoftQueue<HostPair>>(nic_, config,
+                                                      pinned_memory(queue_bytes(config)), true);
+    }
+    if (gpu_ < 0) return std::make_unique<CpuSoftQueue<HostPair>>(nic_, config);
+    // Kernels and streams of the GPU ring some of them, and look at what came of others.
+    return std::make_unique<CpuSoftQueue<HostPair>>(
+        nic_, config, [](std::size_t n) { return pinned_memory(n).data; });
   }
 
   std::vector<std::string> take_reports() override {
@@ -101,8 +93,29 @@ class SoftProvider final : public Provider {
   std::vector<softnic::TraceEvent> take_trace() override { return nic_->take_trace(); }
 
  private:
+  // How to reach the window: null where the CPU does.
+  std::shared_ptr<softnic::DeviceMemory> memory_of(void* address, std::size_t bytes) const {
+    std::string lacking;
+    const auto at = reinterpret_cast<std::uint64_t>(address);
+    auto found = softnic::gpu_memory(at, bytes, lacking);
+    const std::string thing = fmt::format("{} bytes of a window at {}", bytes, address);
+    if (!lacking.empty()) {
+      throw Error(thing, lacking, "a driver whose copy engines reach it",
+                  "see the first error of this process, or use BELFRY_SOFTNIC_ENGINE=kernel");
+    }
+    if (found == nullptr && softnic::gpu_memory(at, 1, lacking) != nullptr) {
+      throw Error(thing, "more than the GPU's allocation there", "all of it in one",
+                  "pass memory of one cudaMalloc, or let Comm::window(bytes) allocate it");
+    }
+    return found;
+  }
+
+  std::int32_t gpu_;
+  std::optional<memory::EndlessKernel> waited_for_;  // longer than the engine
   std::shared_ptr<softnic::SoftNic> nic_;
-  simt::PollerHandle poller_;  // dropped first: no pass is in flight when the NIC goes
+  // Dropped first: no pass is in flight when the NIC goes.
+  simt::PollerHandle poller_;
+  EngineThread thread_;
 };
 
 }  // namespace
@@ -117,10 +130,17 @@ std::string soft_differs(const Blob& a, const Blob& b) {
   return a == b ? "" : "it stays within one machine and PID namespace, and they are on two";
 }
 
+std::string soft_lacks_for_gpus() { return {}; }
+
 std::unique_ptr<Provider> open_soft(const Options& options) {
+  if (options.gpu >= 0 && !options.engine_on_cpu) {
 #if BELFRY_WITH_CUDA
-  if (options.gpu >= 0) return open_soft_on_gpu(options);
+    return open_soft_on_gpu(options);
+#else
+    throw Error("SoftNIC as a kernel", "this belfry was built without CUDA",
+                "a belfry built where nvcc is", "rebuild, or use BELFRY_SOFTNIC_ENGINE=cpu");
 #endif
+  }
   return std::make_unique<SoftProvider>(options);
 }
 

@@ -4,14 +4,9 @@
 
 #include <algorithm>
 #include <bit>
-#include <cstring>
-#include <utility>
 #include <vector>
 
 #include "memory/gpu.hpp"
-#include "provider/blob.hpp"
-#include "provider/copied_queue.hpp"
-#include "provider/memory_queue.hpp"
 #include "provider/registry.hpp"
 #include "provider/soft_queue.hpp"
 #include "softnic/kernel_engine.hpp"
@@ -19,98 +14,7 @@
 namespace belfry::provider {
 namespace {
 
-// The queue pair behind a queue's memory: made, connected and destroyed with it.
-class Pair {
- public:
-  Pair(std::shared_ptr<softnic::KernelEngine> engine, queue::SendQueue& q,
-       const QueueConfig& config)
-      : engine_(std::move(engine)) {
-    results_ = engine_->register_memory(q.results, config.result_slots * sizeof(std::uint64_t),
-                                        softnic::access::local_write);
-    q.results_lkey = results_.lkey;
-    cqn_ = engine_->create_cq(cq_config(q, config));
-    q.qpn = qpn_ = engine_->create_qp(qp_config(q, config, cqn_));
-  }
-  ~Pair() {
-    try {
-      engine_->destroy_qp(qpn_);
-      engine_->destroy_cq(cqn_);
-      engine_->deregister(results_.lkey);
-    } catch (const Error&) {
-      // An engine that answers no more, as after an illegal access by any kernel of this process,
-      // reaches for nothing any more either.
-    }
-  }
-  Pair(const Pair&) = delete;
-  Pair& operator=(const Pair&) = delete;
-
-  std::uint32_t qpn() const { return qpn_; }
-
-  void connect(std::span<const std::byte> remote_device, std::span<const std::byte> remote_queue) {
-    softnic::KernelQpAttributes attributes;
-    attributes.remote =
-        value_of<softnic::KernelEngineAddress>(remote_device, "address of a peer's SoftNIC");
-    attributes.remote_qpn = value_of<std::uint32_t>(remote_queue, "number of a peer's queue");
-    engine_->modify_qp(qpn_, softnic::QpState::init);
-    engine_->modify_qp(qpn_, softnic::QpState::rtr, attributes);
-    engine_->modify_qp(qpn_, softnic::QpState::rts, attributes);
-  }
-
- private:
-  std::shared_ptr<softnic::KernelEngine> engine_;
-  softnic::MemoryKey results_;
-  std::uint32_t cqn_ = 0;
-  std::uint32_t qpn_ = 0;
-};
-
-// Driven by the CPU.
-class PinnedQueue final : public MemoryQueue {
- public:
-  PinnedQueue(std::shared_ptr<softnic::KernelEngine> engine, const QueueConfig& config)
-      : MemoryQueue(config,
-                    [](std::size_t bytes) {
-                      auto block = std::make_shared<memory::PinnedBlock>(bytes);
-                      return std::shared_ptr<std::byte>(block,
-                                                        static_cast<std::byte*>(block->data()));
-                    }),
-        pair_(std::move(engine), *send_queue(), config) {}
-
-  Blob address() const override { return blob_of(pair_.qpn()); }
-  void connect(std::span<const std::byte> remote_device,
-               std::span<const std::byte> remote_queue) override {
-    pair_.connect(remote_device, remote_queue);
-  }
-
- private:
-  Pair pair_;
-};
-
-// Driven by kernels.
-class GpuQueue final : public CopiedQueue {
- public:
-  // `ringing`: posters ring a register, which a strict engine checks; else the engine sees the
-  // record alone, and posters are spared two fences of the system's scope.
-  GpuQueue(std::shared_ptr<softnic::KernelEngine> engine, int device, bool ringing,
-           const QueueConfig& config)
-      : CopiedQueue(config, memory_of_gpu(device, queue_bytes(config))),
-        pair_(std::move(engine), with_register(image(), ringing), config) {
-    publish();
-  }
-
-  Blob address() const override { return blob_of(pair_.qpn()); }
-  void connect(std::span<const std::byte> remote_device,
-               std::span<const std::byte> remote_queue) override {
-    pair_.connect(remote_device, remote_queue);
-  }
-
- private:
-  static queue::SendQueue& with_register(queue::SendQueue& q, bool ringing) {
-    if (!ringing) q.doorbell = nullptr;
-    return q;
-  }
-
-  Pair pair_;
-};
+using KernelPair = SoftPair<softnic::KernelEngine, softnic::KernelQpAttributes>;
 
 class SoftOnGpu final : public Provider {
  public:
@@ -157,8 +61,13 @@ class SoftOnGpu final : public Provider {
   }
 
   std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
-    if (config.on_gpu) return std::make_unique<GpuQueue>(engine_, device_, strict_, config);
-    return std::make_unique<PinnedQueue>(engine_, config);
+    if (config.on_gpu) {
+      // What is not checked spares posters two fences of the system's scope.
+      return std::make_unique<GpuSoftQueue<KernelPair>>(
+          engine_, config, memory_of_gpu(device_, queue_bytes(config)), strict_);
+    }
+    return std::make_unique<CpuSoftQueue<KernelPair>>(
+        engine_, config, [](std::size_t bytes) { return pinned_memory(bytes).data; });
   }
 
   std::vector<std::string> take_reports() override {

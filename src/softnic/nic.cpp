@@ -892,12 +892,7 @@ void SoftNic::Implementation::copy_by_device(void* target, const void* source,
   } else if (!to) {
     refused |= !from->read(target, source, bytes);
   } else {
-    std::vector<std::byte> between(std::min<std::uint64_t>(bytes, turn_bytes));
-    for (std::uint64_t at = 0; at < bytes && !refused; at += between.size()) {
-      const std::uint64_t n = std::min<std::uint64_t>(bytes - at, between.size());
-      refused |= !from->read(between.data(), static_cast<const std::byte*>(source) + at, n) ||
-                 !to->write(static_cast<std::byte*>(target) + at, between.data(), n);
-    }
+    refused |= !to->take(target, *from, source, bytes);
   }
 }
 
@@ -1300,6 +1295,19 @@ void SoftNic::Implementation::report(ReportKind kind, std::uint32_t qpn, std::ui
 std::string Report::to_string() const {
   return fmt::format("softnic {}: QP {:#x} WQE {}: {}: {}", nic, qpn, wqe_index,
                      softnic::to_string(kind), reason);
+}
+
+// ---- Memory of a device ----
+
+bool DeviceMemory::take(void* to, DeviceMemory& source, const void* from, std::size_t bytes) {
+  std::vector<std::byte> between(std::min<std::size_t>(bytes, turn_bytes));
+  for (std::size_t at = 0; at < bytes; at += between.size()) {
+    const std::size_t n = std::min(bytes - at, between.size());
+    if (!source.read(between.data(), static_cast<const std::byte*>(from) + at, n) ||
+        !write(static_cast<std::byte*>(to) + at, between.data(), n))
+      return false;
+  }
+  return true;
 }
 
 // ---- Control calls ----

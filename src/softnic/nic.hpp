@@ -82,6 +82,8 @@ class DeviceMemory {
   virtual ~DeviceMemory() = default;
   virtual bool read(void* to, const void* from, std::size_t bytes) = 0;
   virtual bool write(void* to, const void* from, std::size_t bytes) = 0;
+  // From memory of `source`, which may be this one, to memory of this one.
+  virtual bool take(void* to, DeviceMemory& source, const void* from, std::size_t bytes);
 };
 
 // `domain` here and below, 24 bits: a registration serves the QPs and SRQs of its protection

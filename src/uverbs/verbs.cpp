@@ -15,8 +15,8 @@
 #include "belfry/mlx5/doorbell.hpp"
 #include "belfry/mlx5/wqe.hpp"
 #include "belfry/status.hpp"
+#include "softnic/gpu_memory.hpp"
 #include "uverbs/context.hpp"
-#include "uverbs/gpu_memory.hpp"
 
 namespace belfry::uverbs {
 
@@ -104,6 +104,14 @@ std::uint32_t nic_access(std::uint32_t flags) {
   flags &= ~static_cast<std::uint32_t>(IB_UVERBS_ACCESS_ZERO_BASED);
   if ((flags & ~softnic::access::all) != 0) throw Failure{EINVAL};
   return flags;
+}
+
+// As softnic::gpu_memory(); the log says what the driver lacks.
+std::shared_ptr<softnic::DeviceMemory> gpu_memory(std::uint64_t address, std::uint64_t bytes) {
+  std::string lacking;
+  auto gpu = softnic::gpu_memory(address, bytes, lacking);
+  if (!lacking.empty()) log_once(lacking);
+  return gpu;
 }
 
 // Null where the CPU can reach it as `access` says; else the GPU whose memory it is. Throws

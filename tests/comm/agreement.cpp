@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include <array>
+#include <cstdlib>
 #include <mutex>
 
 #include "belfry/device/net.hpp"
@@ -107,6 +108,45 @@ TEST(Agreement, a_provider_that_does_not_exist_is_refused_by_its_name) {
   const Found found = agree({"soft", "softt"}, true);
   EXPECT_NE(found.errors[1].find("softt"), std::string::npos) << found.errors[1];
   EXPECT_NE(found.errors[0].find("rank 1"), std::string::npos) << found.errors[0];
+}
+
+TEST(Agreement, ranks_that_want_different_engines_of_softnic_are_told_which_rank_wants_what) {
+  configure(simt::Mode::cooperative, 1);
+  std::vector<std::string> errors(2);
+  LocalGroup group(2);
+  simt::run_ranks(2, [&](int rank) {
+    CommOptions o;
+    o.softnic.engine = rank == 0 ? SoftnicEngine::kernel : SoftnicEngine::cpu;
+    try {
+      Comm::create(std::shared_ptr<Bootstrap>(group.bootstrap(rank)), o);
+    } catch (const Error& e) {
+      errors[static_cast<std::size_t>(rank)] = e.what();
+    }
+  });
+  for (const std::string& error : errors) {
+    for (const char* part : {"softnic.engine", "kernel", "cpu"}) {
+      EXPECT_NE(error.find(part), std::string::npos) << error;
+    }
+  }
+}
+
+TEST(Agreement, the_environment_chooses_softnics_engine_and_a_wrong_word_is_named) {
+  configure(simt::Mode::cooperative, 1);
+  const auto create = [] { return Comm::create(std::make_shared<SelfBootstrap>()); };
+  ::setenv("BELFRY_SOFTNIC_ENGINE", "cpu", 1);
+  EXPECT_EQ(create()->options().softnic.engine, SoftnicEngine::cpu);
+  ::setenv("BELFRY_SOFTNIC_ENGINE", "kernel", 1);
+  EXPECT_EQ(create()->options().softnic.engine, SoftnicEngine::kernel);
+  ::setenv("BELFRY_SOFTNIC_ENGINE", "gpu", 1);
+  try {
+    create();
+    ADD_FAILURE();
+  } catch (const Error& e) {
+    for (const char* part : {"BELFRY_SOFTNIC_ENGINE", "'gpu'", "kernel or cpu"}) {
+      EXPECT_NE(std::string(e.what()).find(part), std::string::npos) << e.what();
+    }
+  }
+  ::unsetenv("BELFRY_SOFTNIC_ENGINE");
 }
 
 }  // namespace

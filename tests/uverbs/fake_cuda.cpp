@@ -3,10 +3,11 @@
 #include <cstdint>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
-#include <optional>
+#include <utility>
 #include <vector>
 
 #include "hidden_pages.hpp"
@@ -19,30 +20,39 @@ using Context = int*;
 int primary = 0, other = 0;  // contexts are their addresses
 
 struct Allocation {
-  std::unique_ptr<belfry::test::HiddenPages> pages;
+  std::byte* address;
+  std::byte* bytes;  // the same for the CPU
+  std::size_t size;
   Context context;  // null: none
+
+  std::byte* at(std::uint64_t pointer, std::size_t n) const {
+    const std::uint64_t offset = pointer - reinterpret_cast<std::uint64_t>(address);
+    return offset > size || n > size - offset ? nullptr : bytes + offset;
+  }
 };
 
-struct Copy {
-  std::function<void()> move;
-  bool asked = false;
+// In the order of its stream.
+struct Stream {
+  std::deque<std::function<void()>> copies;
+  bool asked = false;  // after the first of them
 };
 
 std::mutex mutex;
 std::vector<Allocation> allocations;
 std::vector<std::pair<std::byte*, std::size_t>> pinned;
-std::optional<Copy> in_flight;  // one stream, one copy at a time
+std::deque<Stream> streams;  // never destroyed
 bool refusing = false, stalling = false;
+std::uint64_t waiting_calls = 0, copies = 0;
 thread_local std::vector<Context> current;
 
 const Allocation* find(std::uint64_t address, std::size_t bytes = 1) {
   for (const Allocation& a : allocations) {
-    if (a.pages->behind(reinterpret_cast<const void*>(address), bytes) != nullptr) return &a;
+    if (a.at(address, bytes) != nullptr) return &a;
   }
   return nullptr;
 }
 
-int copy(void* host, std::uint64_t device, std::size_t bytes, bool to_host) {
+int copy(void* host, std::uint64_t device, std::size_t bytes, bool to_host, void* stream) {
   const std::lock_guard guard(mutex);
   const Allocation* a = find(device, bytes);
   bool is_pinned = false;
@@ -53,11 +63,10 @@ int copy(void* host, std::uint64_t device, std::size_t bytes, bool to_host) {
   if (current.empty() || current.back() != (a->context != nullptr ? a->context : &primary)) {
     return invalid_context;
   }
-  std::byte* const behind = a->pages->behind(reinterpret_cast<const void*>(device), bytes);
-  // In the order of the stream.
-  if (in_flight && stalling) return invalid_value;
-  if (in_flight) in_flight->move();
-  in_flight = Copy{[=] { std::memcpy(to_host ? host : behind, to_host ? behind : host, bytes); }};
+  std::byte* const behind = a->at(device, bytes);
+  ++copies;
+  static_cast<Stream*>(stream)->copies.emplace_back(
+      [=] { std::memcpy(to_host ? host : behind, to_host ? behind : host, bytes); });
   return success;
 }
 
@@ -67,10 +76,16 @@ extern "C" {
 
 FakeCudaMemory fake_cuda_memory(std::size_t bytes, bool mapped) {
   const std::lock_guard guard(mutex);
-  allocations.push_back(
-      {std::make_unique<belfry::test::HiddenPages>(bytes), mapped ? nullptr : &other});
-  const auto& pages = allocations.back().pages;
+  // As long as the process.
+  const auto* const pages = new belfry::test::HiddenPages(bytes);
+  allocations.push_back({pages->address(), pages->behind(), bytes, mapped ? nullptr : &other});
   return {pages->address(), pages->behind()};
+}
+
+void fake_cuda_owns(void* memory, std::size_t bytes) {
+  const std::lock_guard guard(mutex);
+  auto* const address = static_cast<std::byte*>(memory);
+  allocations.push_back({address, address, bytes, &primary});
 }
 
 void fake_cuda_refuse(bool refuse) {
@@ -81,6 +96,16 @@ void fake_cuda_refuse(bool refuse) {
 void fake_cuda_stall(bool stall) {
   const std::lock_guard guard(mutex);
   stalling = stall;
+}
+
+unsigned long fake_cuda_copies() {
+  const std::lock_guard guard(mutex);
+  return copies;
+}
+
+unsigned long fake_cuda_waiting_calls() {
+  const std::lock_guard guard(mutex);
+  return waiting_calls;
 }
 
 // ---- cuda.h's ----
@@ -94,8 +119,8 @@ int cuPointerGetAttribute(void* data, int attribute, std::uint64_t pointer) {
     case 2: *static_cast<unsigned*>(data) = 2; return success;
     case 8:
     case 9: *static_cast<int*>(data) = 0; return success;
-    case 11: *static_cast<std::byte**>(data) = a->pages->address(); return success;
-    case 12: *static_cast<std::size_t*>(data) = a->pages->size(); return success;
+    case 11: *static_cast<std::byte**>(data) = a->address; return success;
+    case 12: *static_cast<std::size_t*>(data) = a->size; return success;
     default: return invalid_value;
   }
 }
@@ -135,36 +160,36 @@ int cuCtxGetStreamPriorityRange(int* least, int* greatest) {
 }
 
 int cuStreamCreateWithPriority(void** stream, unsigned flags, int) {
-  static int the_stream = 0;
-  *stream = &the_stream;
+  const std::lock_guard guard(mutex);
+  ++waiting_calls;
+  *stream = &streams.emplace_back();
   // A stream that waits for the default one would wait for kernels.
   return flags == 1 ? success : invalid_value;
 }
 
-int cuStreamQuery(void*) {
+int cuStreamQuery(void* handle) {
   const std::lock_guard guard(mutex);
-  if (!in_flight) return success;
-  if (stalling || !in_flight->asked) {
-    in_flight->asked = true;
-    return not_ready;
-  }
-  in_flight->move();
-  in_flight.reset();
+  Stream& stream = *static_cast<Stream*>(handle);
+  if (stream.copies.empty()) return success;
+  if (stalling || !std::exchange(stream.asked, true)) return not_ready;
+  for (const auto& move : stream.copies) move();
+  stream = {};
   return success;
 }
 
 int cuMemHostAlloc(void** pointer, std::size_t bytes, unsigned) {
   const std::lock_guard guard(mutex);
+  ++waiting_calls;
   *pointer = std::aligned_alloc(4096, bytes);
   pinned.emplace_back(static_cast<std::byte*>(*pointer), bytes);
   return success;
 }
 
-int cuMemcpyDtoHAsync_v2(void* host, std::uint64_t device, std::size_t bytes, void*) {
-  return copy(host, device, bytes, true);
+int cuMemcpyDtoHAsync_v2(void* host, std::uint64_t device, std::size_t bytes, void* stream) {
+  return copy(host, device, bytes, true, stream);
 }
 
-int cuMemcpyHtoDAsync_v2(std::uint64_t device, const void* host, std::size_t bytes, void*) {
-  return copy(const_cast<void*>(host), device, bytes, false);
+int cuMemcpyHtoDAsync_v2(std::uint64_t device, const void* host, std::size_t bytes, void* stream) {
+  return copy(const_cast<void*>(host), device, bytes, false, stream);
 }
 }

@@ -43,14 +43,20 @@ class GpuMemory : public belfry::test::Verbs {
 
 TEST_F(GpuMemory, its_address_is_registered_and_its_bytes_are_moved) {
   std::vector<std::byte> host(bytes);
-  const FakeCudaMemory a = fake_cuda_memory(bytes, false), b = fake_cuda_memory(bytes, true);
+  const FakeCudaMemory a = fake_cuda_memory(bytes, false), a2 = fake_cuda_memory(bytes, false),
+                       b = fake_cuda_memory(bytes, true);
   const OwnedMr at_host = registration(first.get(), host.data(), bytes),
                 at_a = registration(first.get(), a.address, bytes),
+                at_a2 = registration(first.get(), a2.address, bytes),
                 at_b = registration(first.get(), b.address, bytes);
-  ASSERT_TRUE(at_host && at_a && at_b);
+  ASSERT_TRUE(at_host && at_a && at_a2 && at_b);
+  // F30: the engine makes no call that may wait for a kernel.
+  const unsigned long before = fake_cuda_waiting_calls();
   expect_all(at_host, host.data(), at_a, a.behind);
   expect_all(at_a, a.behind, at_host, host.data());
+  expect_all(at_a, a.behind, at_a2, a2.behind);
   expect_all(at_a, a.behind, at_b, b.behind);
+  EXPECT_EQ(fake_cuda_waiting_calls(), before);
 }
 
 TEST_F(GpuMemory, more_than_an_allocation_is_a_bad_address) {

@@ -1,0 +1,224 @@
+// Communicators on a GPU with SoftNIC on the CPU: the ranks' memory is that of GPUs that are not
+// there (fake_gpu.cpp), the kernels are the executor's, and everything between is what real GPUs
+// get.
+#include <gtest/gtest.h>
+
+#include <chrono>
+#include <cstdlib>
+#include <string>
+#include <vector>
+
+#include "belfry/device/net.hpp"
+#include "belfry/launch.hpp"
+#include "conformance/shapes.hpp"
+#include "uverbs/fake_cuda.hpp"
+
+namespace belfry::conformance {
+namespace {
+
+CommOptions on_gpu() {
+  CommOptions o;
+  o.gpu = 0;
+  o.softnic.engine = SoftnicEngine::cpu;
+  return o;
+}
+
+using Cell = std::tuple<Path, simt::Mode, int, bool>;
+
+class CopyEngines : public testing::TestWithParam<Cell> {
+ protected:
+  static Shape shape() {
+    const auto [path, mode, ranks, collapsed] = GetParam();
+    Shape s = shape_of(path, mode, ranks, collapsed);
+    s.options.gpu = 0;
+    s.options.softnic.engine = SoftnicEngine::cpu;
+    return s;
+  }
+};
+
+TEST_P(CopyEngines, a_thread_does_every_operation) {
+  const unsigned long before = fake_cuda_copies();
+  EXPECT_EQ(run_job(every_operation(shape())).error, "");
+  const bool by_nic = std::get<Path>(GetParam()) != Path::lsa;
+  EXPECT_EQ(fake_cuda_copies() > before, by_nic);
+}
+
+TEST_P(CopyEngines, warps_and_blocks_do_every_operation_on_several_contexts_and_windows) {
+  EXPECT_EQ(run_job(warps_and_blocks(shape())).error, "");
+}
+
+TEST_P(CopyEngines, a_queue_of_four_blocks_is_enough) {
+  EXPECT_EQ(run_job(four_blocks(shape())).error, "");
+}
+
+TEST_P(CopyEngines, indices_that_start_just_below_their_wraps_make_no_difference) {
+  for (const std::uint64_t first : first_indices) {
+    EXPECT_EQ(run_job(near_a_wrap(shape(), first)).error, "") << "first index " << first;
+  }
+}
+
+std::string cell_name(const testing::TestParamInfo<Cell>& info) {
+  const auto [path, mode, ranks, collapsed] = info.param;
+  return std::string(to_string(path)) + "_" + simt::to_string(mode) + "_" + std::to_string(ranks) +
+         (collapsed ? "_ranks_collapsed" : "_ranks_ordinary");
+}
+
+INSTANTIATE_TEST_SUITE_P(conformance, CopyEngines,
+                         testing::Combine(testing::Values(Path::lsa, Path::direct, Path::proxy,
+                                                          Path::triggered, Path::host),
+                                          testing::Values(simt::Mode::cooperative,
+                                                          simt::Mode::threads),
+                                          testing::Values(1, 3), testing::Bool()),
+                         cell_name);
+
+// Every thread adds to the same signal of every rank, some peers near, some reached by the NIC.
+__global__ void greet(DeviceComm comm, std::uint32_t window, std::uint64_t rounds, Status* status) {
+  const Net net(comm, 0);
+  const auto thread = static_cast<std::uint64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  const auto threads = static_cast<std::uint64_t>(gridDim.x) * blockDim.x;
+  for (std::uint64_t i = 0; i < rounds; ++i) {
+    for (int peer = 0; peer < net.ranks(); ++peer) {
+      const std::uint64_t at = 8 * (threads * static_cast<std::uint64_t>(net.rank()) + thread);
+      // By stores where the peer is near; the signal must not overtake them.
+      net.put_value(this_thread, peer, {window, at}, i + 1);
+      net.signal(this_thread, peer, signal_inc{0});
+    }
+  }
+  const std::uint64_t all = rounds * threads * static_cast<std::uint64_t>(net.ranks());
+  if (net.wait_signal(this_thread, 0, all) != Status::ok) *status = Status::failed;
+}
+
+TEST(CopyEngine, signals_of_ranks_near_and_far_and_of_the_cpu_are_atomic_with_each_other) {
+  World world;
+  world.mode = simt::Mode::threads;
+  world.ranks = 4;
+  world.options = on_gpu();
+  world.options.lsa_ranks = 2;
+  const std::string error = run_world(world, [](Comm& comm) {
+    constexpr std::uint64_t rounds = 50, threads = 16;
+    EXPECT_EQ(comm.path(comm.rank() ^ 1), Path::lsa);
+    EXPECT_EQ(comm.path(comm.rank() ^ 2), Path::direct);
+    EXPECT_NE(comm.describe().find("copy engines of GPU 0"), std::string::npos) << comm.describe();
+    const Window window = comm.window(8 * threads * 4);
+    // F30: nothing from here on may wait for a kernel.
+    const unsigned long before = fake_cuda_waiting_calls();
+    Status status = Status::ok;
+    {
+      auto running = launch({.grid = 2, .block = threads / 2, .name = "greet"}, greet,
+                            comm.device_comm(), window.id(), rounds, &status);
+      for (std::uint64_t i = 0; i < rounds; ++i) {
+        for (int peer = 0; peer < comm.ranks(); ++peer) comm.signal(peer, signal_inc{1});
+      }
+      running.wait();
+    }
+    EXPECT_EQ(status, Status::ok) << comm.health().error;
+    EXPECT_EQ(comm.wait_signal(1, 4 * rounds), Status::ok);
+    EXPECT_EQ(fake_cuda_waiting_calls(), before);
+    comm.barrier();
+    EXPECT_EQ(comm.read_signal(0), 4 * rounds * threads);
+    EXPECT_EQ(comm.read_signal(1), 4 * rounds);
+    for (std::uint64_t i = 0; i < threads * 4; ++i) {
+      EXPECT_EQ(window.as<std::uint64_t>()[i], rounds) << i;
+    }
+    EXPECT_TRUE(comm.health().reports.empty());
+    comm.barrier();
+  });
+  EXPECT_EQ(error, "");
+}
+
+__global__ void put_one(DeviceComm comm, std::uint32_t window, Status* status) {
+  const Net net(comm, 0);
+  *status = net.wait(net.put(this_thread, 1 - net.rank(), {window, 0}, {window, 64}, 64));
+}
+
+TEST(CopyEngine, a_copy_that_the_driver_refuses_fails_the_communicator_and_says_so) {
+  World world;
+  world.mode = simt::Mode::threads;
+  world.options = on_gpu();
+  world.options.path = Path::direct;
+  const std::string error = run_world(world, [](Comm& comm) {
+    const Window window = comm.window(128);
+    comm.barrier();
+    if (comm.rank() != 0) {
+      // Whoever waits for the rank is told of its failure.
+      EXPECT_EQ(comm.wait_signal(0, 1), Status::failed);
+      return;
+    }
+    fake_cuda_refuse(true);
+    Status status = Status::ok;
+    launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
+    EXPECT_EQ(status, Status::failed);
+    const Health health = comm.health();
+    EXPECT_NE(health.error.find("local QP operation"), std::string::npos) << health.error;
+  });
+  fake_cuda_refuse(false);
+  EXPECT_EQ(error, "");
+}
+
+TEST(CopyEngine, a_window_past_its_allocation_is_refused_where_it_is_made) {
+  World world;
+  world.ranks = 1;
+  world.mode = simt::Mode::cooperative;
+  world.options = on_gpu();
+  world.options.path = Path::direct;
+  const std::string error = run_world(world, [](Comm& comm) {
+    const Window window = comm.window(4096);
+    comm.window(window.data(), 1 << 20);
+  });
+  EXPECT_NE(error.find("more than the GPU's allocation"), std::string::npos) << error;
+}
+
+TEST(CopyEngine, memory_of_the_host_can_be_a_window_too) {
+  World world;
+  world.ranks = 2;
+  world.mode = simt::Mode::threads;
+  world.options = on_gpu();
+  world.options.path = Path::direct;
+  std::vector<std::byte> memory[2] = {std::vector<std::byte>(128, std::byte{7}),
+                                      std::vector<std::byte>(128, std::byte{8})};
+  const std::string error = run_world(world, [&](Comm& comm) {
+    auto& mine = memory[comm.rank()];
+    const Window window = comm.window(mine.data(), mine.size());
+    Status status = Status::ok;
+    launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
+    EXPECT_EQ(status, Status::ok);
+    comm.barrier();
+    EXPECT_EQ(mine[0], memory[1 - comm.rank()][64]);
+    comm.barrier();
+  });
+  EXPECT_EQ(error, "");
+}
+
+TEST(CopyEngine, without_cuda_the_kernel_is_refused_and_the_remedy_is_this_engine) {
+  World world;
+  world.ranks = 1;
+  world.mode = simt::Mode::cooperative;
+  world.options.gpu = 0;
+  world.options.provider = "soft";
+  const std::string error = run_world(world, [](Comm&) {});
+  EXPECT_NE(error.find("BELFRY_SOFTNIC_ENGINE=cpu"), std::string::npos) << error;
+}
+
+TEST(CopyEngine, communicators_come_and_go_and_leave_no_descriptor) {
+  World world;
+  world.ranks = 2;
+  world.mode = simt::Mode::threads;
+  world.options = on_gpu();
+  world.options.path = Path::direct;
+  std::size_t descriptors = 0;
+  for (int i = 0; i < 20; ++i) {
+    const std::string error = run_world(world, [](Comm& comm) {
+      const Window window = comm.window(128);
+      Status status = Status::ok;
+      launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
+      EXPECT_EQ(status, Status::ok);
+      comm.barrier();
+    });
+    ASSERT_EQ(error, "");
+    if (i == 4) descriptors = open_descriptors();
+  }
+  EXPECT_EQ(open_descriptors(), descriptors);
+}
+
+}  // namespace
+}  // namespace belfry::conformance
