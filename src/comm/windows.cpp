@@ -109,9 +109,12 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
         entry.rkey = offer.rkey[i];
         entry.lkey = lkeys[i];
       }
-      const bool imports = choice.nic != Path::none && provider_of(peer).needs_mappings();
-      if ((!choice.lsa && !imports) || offer.shared == Sharing::nic) continue;
+      using Mappings = provider::Provider::Mappings;
       const bool same_process = offer.pid == mine.pid && offer.start_time == mine.start_time;
+      const Mappings wish =
+          choice.nic != Path::none ? provider_of(peer).mappings() : Mappings::none;
+      const bool imports = wish == Mappings::needed || (wish == Mappings::wanted && !same_process);
+      if ((!choice.lsa && !imports) || offer.shared == Sharing::nic) continue;
       std::byte* mapped = nullptr;
       if (offer.shared != Sharing::no && trouble == nullptr) {
         // Held also for a rank of this process: a job that was aborted ends rank by rank, and a
@@ -124,6 +127,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
           mapped = offer.shared == Sharing::gpu ? hold(memory::map_gpu(offer.block, options.gpu))
                                                 : hold(memory::map_remote(offer.segment));
         } catch (const std::exception& e) {
+          if (!choice.lsa && wish != Mappings::needed) continue;
           trouble = std::make_exception_ptr(Error(fmt::format("window {} of rank {}", id, peer),
                                                   e.what(), "memory that can be mapped",
                                                   "see that rank's own error"));
@@ -133,6 +137,7 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
       }
       if (choice.lsa) entry.lsa = mapped;
       if (!imports || trouble != nullptr) continue;
+      if (mapped == nullptr && wish == Mappings::wanted) continue;
       try {
         if (mapped == nullptr) {
           throw Error("the caller's memory of another process", "not mapped here",
@@ -202,7 +207,10 @@ void Comm::Implementation::withdraw_window(std::uint32_t id) noexcept {
   }
   for (int peer = 0; peer < ranks; ++peer) {
     const path::Choice& choice = choices[static_cast<std::size_t>(peer)];
-    if (choice.nic != Path::none && provider_of(peer).needs_mappings()) forget_import(id, peer);
+    if (choice.nic != Path::none &&
+        provider_of(peer).mappings() != provider::Provider::Mappings::none) {
+      forget_import(id, peer);
+    }
   }
   for (const auto& [i, lkey] : window_keys[id]) {
     try {

@@ -131,8 +131,10 @@ class Provider {
   virtual bool tests_connections() const { return false; }
   // How a peer's device is set up differently, for the message when such a test fails.
   virtual std::string differing_settings(const Blob& /*peer*/) const { return {}; }
-  // True when peers' registrations must be mapped into this process for it to reach them.
-  virtual bool needs_mappings() const { return false; }
+  // Whether peers' registrations are to be mapped into this process: never; where that can be done
+  // and the peer is another process, which is faster then; always, or it does not reach them.
+  enum class Mappings { none, wanted, needed };
+  virtual Mappings mappings() const { return Mappings::none; }
   // A peer's registration as this process sees it, before anything is posted to it; and no more.
   virtual void import_memory(const Blob& /*peer*/, const Registration& /*theirs*/,
                              std::size_t /*bytes*/, void* /*mapped_here*/) {}

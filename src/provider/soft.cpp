@@ -74,6 +74,16 @@ class SoftProvider final : public Provider {
 
   void deregister(std::uint32_t lkey) override { nic_->deregister(lkey); }
 
+  Mappings mappings() const override { return gpu_ < 0 ? Mappings::none : Mappings::wanted; }
+  void import_memory(const Blob& peer, const Registration& theirs, std::size_t bytes,
+                     void* mapped_here) override {
+    nic_->import_memory(nic_of(peer), theirs.rkey, mapped_here, bytes,
+                        memory_of(mapped_here, bytes));
+  }
+  void forget_memory(const Blob& peer, std::uint32_t rkey) override {
+    nic_->forget_memory(nic_of(peer), rkey);
+  }
+
   std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
     if (config.on_gpu) {
       return std::make_unique<GpuSoftQueue<HostPair>>(nic_, config,
@@ -93,6 +103,9 @@ class SoftProvider final : public Provider {
   std::vector<softnic::TraceEvent> take_trace() override { return nic_->take_trace(); }
 
  private:
+  static softnic::NicAddress nic_of(const Blob& peer) {
+    return value_of<softnic::NicAddress>(peer, "address of a peer's SoftNIC");
+  }
   // How to reach the window: null where the CPU does.
   std::shared_ptr<softnic::DeviceMemory> memory_of(void* address, std::size_t bytes) const {
     std::string lacking;

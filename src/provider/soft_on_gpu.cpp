@@ -50,7 +50,7 @@ class SoftOnGpu final : public Provider {
   }
   void deregister(std::uint32_t lkey) override { engine_->deregister(lkey); }
 
-  bool needs_mappings() const override { return true; }
+  Mappings mappings() const override { return Mappings::needed; }
   void import_memory(const Blob& peer, const Registration& theirs, std::size_t bytes,
                      void* mapped_here) override {
     engine_->import_memory(engine_of(peer), theirs.rkey, theirs.address, bytes,

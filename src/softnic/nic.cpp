@@ -317,6 +317,11 @@ struct SoftNic::Implementation {
   std::vector<HostQp*> active;  // those that need a turn
   std::vector<LateRing> late_rings;
   std::map<std::uint64_t, std::weak_ptr<Peer>> peers;
+  // Of devices' memory that is mapped here, by the NIC's id and the key.
+  struct Import {
+    std::uint64_t here, bytes;
+  };
+  std::map<std::pair<std::uint64_t, std::uint32_t>, Import> imports;
   std::vector<std::unique_ptr<Served>> served;
 
   std::uint64_t pass_number = 0;
@@ -752,6 +757,7 @@ SoftNic::Implementation::~Implementation() {
   }
   wait_for_passes(views);
   for (const KeyEntry& entry : of_devices) device_ranges().remove(entry.pointer, entry.bytes);
+  for (const auto& [key, import] : imports) device_ranges().remove(import.here, import.bytes);
 }
 
 void SoftNic::Implementation::apply(const Faults& f) {
@@ -877,6 +883,12 @@ bool SoftNic::Implementation::resolve(Peer& peer, std::uint32_t rkey, Peer::Key&
                 : (copy.rights & on_a_device) != 0 ? Remote::Way::service
                                                    : Remote::Way::far;
     found.base = copy.pointer;
+    const auto import = imports.find({peer.address.id, rkey});
+    if (found.way == Remote::Way::service && import != imports.end() &&
+        copy.bytes <= import->second.bytes) {
+      found.way = Remote::Way::here;
+      found.base = import->second.here;
+    }
   }
   key = std::move(found);
   return true;
@@ -1415,6 +1427,36 @@ void SoftNic::deregister(std::uint32_t lkey) {
   // Not under control: two NICs that deregister at once would wait for each other.
   self.wait_for_passes(views);
   if ((entry.rights & on_a_device) != 0) device_ranges().remove(entry.pointer, entry.bytes);
+}
+
+void SoftNic::import_memory(const NicAddress& peer, std::uint32_t rkey, void* here,
+                            std::size_t bytes, std::shared_ptr<DeviceMemory> device) {
+  check(here != nullptr && bytes != 0 && device != nullptr,
+        fmt::format("memory of rkey {:#x} of process {}", rkey, peer.segment.pid), "nothing",
+        "memory of a device that is mapped here", "check the caller");
+  forget_memory(peer, rkey);
+  device_ranges().add(here, bytes, std::move(device));
+  Implementation& self = *self_;
+  const Implementation::Control control(self);
+  self.imports[{peer.id, rkey}] = {reinterpret_cast<std::uint64_t>(here), bytes};
+}
+
+void SoftNic::forget_memory(const NicAddress& peer, std::uint32_t rkey) {
+  Implementation& self = *self_;
+  Implementation::Import import = {};
+  {
+    const Implementation::Control control(self);
+    const auto found = self.imports.find({peer.id, rkey});
+    if (found == self.imports.end()) return;
+    import = found->second;
+    self.imports.erase(found);
+    const auto at = self.peers.find(peer.id);
+    if (const auto known = at != self.peers.end() ? at->second.lock() : nullptr) {
+      Peer::Key& key = known->keys[(rkey >> 8) % Peer::cached_keys];
+      if (key.key == rkey) key = {};
+    }
+  }
+  device_ranges().remove(import.here, import.bytes);
 }
 
 std::uint32_t SoftNic::create_cq(const CqConfig& config) {

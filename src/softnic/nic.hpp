@@ -217,6 +217,13 @@ class SoftNic {
   // end with access errors. Unknown keys throw.
   void deregister(std::uint32_t lkey);
 
+  // Memory of a device that a NIC of another process registered, as this process sees it: `bytes`
+  // at `here`, by `device`. Moved by this engine from then on, not by the peer's; atomics stay the
+  // peer's. The mapping must outlive forget_memory(), which does nothing for what it does not know.
+  void import_memory(const NicAddress& peer, std::uint32_t rkey, void* here, std::size_t bytes,
+                     std::shared_ptr<DeviceMemory> device);
+  void forget_memory(const NicAddress& peer, std::uint32_t rkey);
+
   // The calling thread sleeps until a peer asks or answers, wake() is called, or `longest` is over.
   // Doorbells in memory wake nobody. One thread at a time.
   void sleep(std::chrono::nanoseconds longest);

@@ -1,9 +1,10 @@
-// In the place of memory/gpu.cpp: two GPUs that are not there. Their memory is the process's, which
-// the executor's kernels reach as a GPU's kernels would; the CUDA driver of fake_cuda.hpp takes it
-// for a device's, and so does SoftNIC.
+// In the place of memory/gpu.cpp: two GPUs that are not there. Their memory is segments, which the
+// executor's kernels reach as a GPU's kernels would; the CUDA driver of fake_cuda.hpp takes it for
+// a device's, and so does SoftNIC. With BELFRY_TEST_UNMAPPED no process maps another's.
 #include <cstdlib>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <utility>
 
@@ -20,6 +21,9 @@ constexpr std::size_t page = 4096;
 struct Idle {
   std::mutex mutex;
   std::multimap<std::pair<int, std::size_t>, void*> blocks;
+  // What there is and was, by address here; as long as the process.
+  std::map<const void*, SharedSegment> segments;
+  std::map<const void*, std::shared_ptr<Mapping>> mapped;
 };
 Idle& idle() {
   static auto* state = new Idle;
@@ -36,9 +40,13 @@ void* take(int device, std::size_t& bytes) {
       idle().blocks.erase(found);
     }
   }
+  if (memory == nullptr && device < 0) memory = std::aligned_alloc(page, bytes);
   if (memory == nullptr) {
-    memory = std::aligned_alloc(page, bytes);
-    if (device >= 0) fake_cuda_owns(memory, bytes);
+    SharedSegment segment("fake-gpu", bytes);
+    memory = segment.data();
+    fake_cuda_owns(memory, bytes);
+    const std::lock_guard guard(idle().mutex);
+    idle().segments.emplace(memory, std::move(segment));
   }
   std::memset(memory, 0, bytes);
   return memory;
@@ -80,6 +88,10 @@ GpuName GpuBlock::name() const {
   name.start_time = own_start_time();
   name.address = reinterpret_cast<std::uint64_t>(data_);
   name.bytes = bytes_;
+  const std::lock_guard guard(idle().mutex);
+  const SegmentName segment = idle().segments.at(data_).name();
+  static_assert(sizeof(segment) <= sizeof(name.handle));
+  std::memcpy(name.handle.data(), &segment, sizeof(segment));
   return name;
 }
 
@@ -87,8 +99,18 @@ GpuMapping::~GpuMapping() { (void)device_, (void)imported_; }
 EndlessKernel::EndlessKernel() = default;
 EndlessKernel::~EndlessKernel() = default;
 std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device) {
-  if (name.pid != own_pid()) refuse("memory of another process");
-  return std::make_shared<GpuMapping>(reinterpret_cast<void*>(name.address), device, false);
+  if (name.pid == own_pid()) {
+    return std::make_shared<GpuMapping>(reinterpret_cast<void*>(name.address), device, false);
+  }
+  if (std::getenv("BELFRY_TEST_UNMAPPED") != nullptr) refuse("memory of another process");
+  SegmentName segment;
+  std::memcpy(&segment, name.handle.data(), sizeof(segment));
+  const auto mapping = map_remote(segment);
+  const std::lock_guard guard(idle().mutex);
+  if (idle().mapped.emplace(mapping->data(), mapping).second) {
+    fake_cuda_owns(mapping->data(), mapping->size());
+  }
+  return std::make_shared<GpuMapping>(mapping->data(), device, true);
 }
 
 PinnedBlock::PinnedBlock(std::size_t bytes) : data_(take(-1, bytes)), bytes_(bytes) {}

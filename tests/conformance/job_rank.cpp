@@ -1,5 +1,7 @@
 // One rank, a process of its own, of the matrix's jobs, one communicator after the other.
-//   job_rank PATH MODE
+//   job_rank PATH MODE ["gpu"]
+//
+// With "gpu" the windows are a GPU's, and SoftNIC's engine runs on the CPU.
 #include <cstdio>
 #include <cstdlib>
 #include <string>
@@ -10,13 +12,17 @@
 int main(int argc, char** argv) {
   using namespace belfry;
   using namespace belfry::conformance;
-  if (argc != 3) return 2;
+  if (argc != 3 && argc != 4) return 2;
   try {
     const Path path = path::parse_path(argv[1], "argument 1");
     const std::string name = argv[2];
     const simt::Mode mode = name == "threads" ? simt::Mode::threads : simt::Mode::cooperative;
     const std::shared_ptr<Bootstrap> bootstrap = from_environment();
-    const Shape base = shape_of(path, mode, bootstrap->ranks(), true);
+    Shape base = shape_of(path, mode, bootstrap->ranks(), true);
+    if (argc == 4) {
+      base.options.gpu = 0;
+      base.options.softnic.engine = SoftnicEngine::cpu;
+    }
     std::vector<Shape> shapes{every_operation(base), warps_and_blocks(base), four_blocks(base)};
     for (const std::uint64_t first : first_indices) shapes.push_back(near_a_wrap(base, first));
     for (std::size_t i = 0; i < shapes.size(); ++i) {

@@ -268,6 +268,93 @@ TEST(Processes, one_sided_operations_on_shared_memory_need_no_engine_over_there)
   EXPECT_EQ(status, 0);
 }
 
+// Memory of a device as one process names it.
+class DeviceSeenAt final : public DeviceMemory {
+ public:
+  DeviceSeenAt(std::byte* address, std::byte* bytes) : address_(address), bytes_(bytes) {}
+  bool read(void* to, const void* from, std::size_t n) override {
+    std::memcpy(to, bytes_ + (static_cast<const std::byte*>(from) - address_), n);
+    return true;
+  }
+  bool write(void* to, const void* from, std::size_t n) override {
+    std::memcpy(bytes_ + (static_cast<std::byte*>(to) - address_), from, n);
+    return true;
+  }
+
+ private:
+  std::byte* address_;
+  std::byte* bytes_;
+};
+
+TEST(Processes, memory_of_a_device_that_is_mapped_here_needs_no_engine_over_there_but_for_atomics) {
+  constexpr std::size_t bytes = 1 << 20;
+  const test::HiddenPages pages(bytes), elsewhere(bytes);
+  Side side(with([](SideOptions& o) { o.bytes = bytes; }));
+  const Card my_card = card_of(side);
+  Channel to_child, from_child;
+  const pid_t pid = ::fork();
+  if (pid == 0) {
+    bool good = true;
+    {
+      Side other;
+      RegisterOptions where;
+      where.device = std::make_shared<DeviceSeenAt>(pages.address(), pages.behind());
+      Card card = card_of(other);
+      card.rkey = other.nic.register_memory(pages.address(), bytes, access::all, where).rkey;
+      card.memory = reinterpret_cast<std::uint64_t>(pages.address());
+      other.queue.connect(my_card.nic, my_card.qpn);
+      from_child.send(card);
+      to_child.receive<char>();  // no progress() until now
+      while (!to_child.has_word()) {
+        if (!other.nic.progress()) std::this_thread::yield();
+      }
+      std::uint64_t word = 0;
+      std::memcpy(&word, pages.behind() + 64, sizeof(word));
+      good = word == 45;
+    }
+    ::_exit(good ? 0 : 42);
+  }
+  const auto card = from_child.receive<Card>();
+  side.queue.connect(card.nic, card.qpn);
+  side.nic.import_memory(card.nic, card.rkey, elsewhere.address(), bytes,
+                         std::make_shared<DeviceSeenAt>(elsewhere.address(), pages.behind()));
+  for (std::size_t i = 0; i < bytes / 2; ++i) {
+    side.at<std::uint8_t>(i) = static_cast<std::uint8_t>(i * 5);
+  }
+  const auto remote = [&](std::size_t at) { return reinterpret_cast<void*>(card.memory + at); };
+  expect_ok(side, Wqe(Opcode::rdma_write)
+                      .remote(remote(bytes / 2), card.rkey)
+                      .data(side.memory, bytes / 2, side.key.lkey));
+  EXPECT_EQ(std::memcmp(pages.behind() + bytes / 2, side.memory, bytes / 2), 0);
+  const std::uint64_t value = 41;
+  expect_ok(side, Wqe(Opcode::rdma_write).remote(remote(64), card.rkey).inline_data(&value, 8));
+  expect_ok(side, Wqe(Opcode::rdma_read)
+                      .remote(remote(64), card.rkey)
+                      .data(side.memory + bytes / 2, 8, side.key.lkey));
+  EXPECT_EQ(side.at(bytes / 2), 41u);
+  // From here on by the peer's engine.
+  to_child.send(char{1});
+  const auto add = [&](std::uint64_t n) {
+    return Wqe(Opcode::fetch_add)
+        .remote(remote(64), card.rkey)
+        .atomic(n)
+        .data(side.memory, 8, side.key.lkey);
+  };
+  expect_ok(side, add(3));
+  EXPECT_EQ(side.at(0), 41u);
+  side.nic.forget_memory(card.nic, card.rkey);
+  side.nic.forget_memory(card.nic, card.rkey);
+  expect_ok(
+      side,
+      Wqe(Opcode::rdma_read).remote(remote(64), card.rkey).data(side.memory + 8, 8, side.key.lkey));
+  EXPECT_EQ(side.at(8), 44u);
+  expect_ok(side, add(1));
+  to_child.send(char{1});
+  int status = 0;
+  ::waitpid(pid, &status, 0);
+  EXPECT_EQ(status, 0);
+}
+
 TEST(Processes, atomics_of_the_nic_and_of_the_cpu_on_one_word_lose_nothing) {
   constexpr std::uint64_t count = 20000;
   Side side;
