@@ -1,9 +1,9 @@
 // The conformance jobs on GPUs: random scripts of every operation, run by kernels of threads, warps
 // and blocks, and every byte, signal and counter compared with the model of tests/conformance. The
-// ranks are threads of this process, on as many GPUs as there are; several share one where there
-// are fewer.
+// ranks are threads of this process, or with `--ranks processes` the processes that `belfry run`
+// started, on as many GPUs as there are; several share one where there are fewer.
 //
-//   conformance_on_gpu [--seeds N] [--first SEED] [--paths lsa,direct,proxy]
+//   conformance_on_gpu [--seeds N] [--first SEED] [--paths lsa,direct,proxy] [--ranks processes]
 #define BELFRY_OUTLINE_CALLS
 #include <algorithm>
 #include <cstdio>
@@ -394,6 +394,25 @@ void run_rank(Job& job, std::shared_ptr<Bootstrap> bootstrap, int gpus,
   (void)cudaStreamDestroy(stream);
 }
 
+std::string text_of(const std::vector<std::string>& errors) {
+  std::string text;
+  for (const std::string& line : errors) text += "    " + line + "\n";
+  return text;
+}
+
+// The part of this process.
+std::string run_as_rank(const Shape& shape, const std::shared_ptr<Bootstrap>& bootstrap, int gpus) {
+  const std::shared_ptr<Job> job = make_job(shape);
+  std::vector<std::string> errors;
+  try {
+    run_rank(*job, bootstrap, gpus, errors);
+  } catch (const std::exception& e) {
+    if (errors.empty()) errors.push_back(e.what());
+    bootstrap->fail("its body threw");
+  }
+  return text_of(errors);
+}
+
 // Empty when everything was as the model says.
 std::string run_on_gpus(const Shape& shape, int gpus) {
   const std::shared_ptr<Job> job = make_job(shape);
@@ -413,9 +432,7 @@ std::string run_on_gpus(const Shape& shape, int gpus) {
   }
   for (std::thread& t : threads) t.join();
   std::string text;
-  for (const auto& list : errors) {
-    for (const std::string& line : list) text += "    " + line + "\n";
-  }
+  for (const auto& list : errors) text += text_of(list);
   return text;
 }
 
@@ -425,10 +442,16 @@ int run(int argc, char** argv) {
   std::setvbuf(stdout, nullptr, _IOLBF, 0);
   std::uint64_t seeds = short_form() ? 1 : 3, first = 1;
   std::vector<Path> paths{Path::lsa, Path::direct, Path::proxy};
+  std::vector<int> sizes{1, 2, 3, 5};
+  std::shared_ptr<Bootstrap> job;  // of processes
   for (int i = 1; i + 1 < argc; i += 2) {
     const std::string option = argv[i];
     if (option == "--seeds") seeds = std::strtoull(argv[i + 1], nullptr, 10);
     if (option == "--first") first = std::strtoull(argv[i + 1], nullptr, 10);
+    if (option == "--ranks" && std::string(argv[i + 1]) == "processes") {
+      job = from_environment();
+      sizes = {job->ranks()};
+    }
     if (option == "--paths") {
       paths.clear();
       std::string rest = argv[i + 1];
@@ -443,7 +466,7 @@ int run(int argc, char** argv) {
   check(cudaGetDeviceCount(&gpus), "GPUs");
   std::printf("%d GPUs\n", gpus);
   for (const Path path : paths) {
-    for (const int ranks : {1, 2, 3, 5}) {
+    for (const int ranks : sizes) {
       if (short_form() && ranks != 2) continue;
       for (std::uint64_t seed = first; seed < first + seeds; ++seed) {
         for (const bool large : {false, true}) {
@@ -462,16 +485,17 @@ int run(int argc, char** argv) {
             s.sizes = {0, 1, 3, 4, 7, 8, 16, 28, 29, 64, 100, 512, 1000};
             s.slice_bytes = 32768;
           }
-          std::string errors = run_on_gpus(s, gpus);
+          const std::string errors = job ? run_as_rank(s, job, gpus) : run_on_gpus(s, gpus);
           errors.empty() ? ++passed : ++failed;
           if (errors.empty()) continue;
           std::printf("FAIL %s, %d ranks, seed %llu, %s\n%s", to_string(path), ranks,
                       static_cast<unsigned long long>(seed), large ? "large" : "small",
                       errors.c_str());
-          if (failed > 5) return 1;
+          if (failed > 5 || job) return 1;
         }
       }
     }
+    if (job && job->rank() != 0) continue;
     std::printf("%s: %d jobs passed, %d failed so far\n", to_string(path), passed, failed);
   }
   return failed == 0 ? 0 : 1;

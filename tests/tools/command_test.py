@@ -107,6 +107,13 @@ class Command(unittest.TestCase):
             self.assertTrue(provider["works"] or provider["missing"], provider)
         self.assertIn("soft", out)
 
+    def test_doctor_says_what_runs_softnic_on_gpus(self):
+        out = self.worked(run("doctor", BELFRY_SOFTNIC_ENGINE="cpu"))
+        self.assertIn("copy engines", out)
+        out = self.worked(run("doctor", BELFRY_SOFTNIC_ENGINE="kernel"))
+        self.assertIn("a kernel that takes 4 SMs", out)
+        self.refused(run("doctor", BELFRY_SOFTNIC_ENGINE="gpu"), "BELFRY_SOFTNIC_ENGINE", "'gpu'", "kernel or cpu")
+
     def test_doctor_looks_at_another_root_and_names_the_remedy_of_what_is_missing_there(self):
         with tempfile.TemporaryDirectory() as root:
             def put(path, text):

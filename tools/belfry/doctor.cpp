@@ -94,6 +94,23 @@ std::string mlx5_would_use(const Machine& m) {
   }
 }
 
+// What runs SoftNIC for the memory of a GPU; empty where nobody asks.
+std::string soft_would_use(const Machine& m) {
+  const char* variable = std::getenv("BELFRY_SOFTNIC_ENGINE");
+  const bool set = variable != nullptr && *variable != '\0';
+  if (!set && m.gpus.empty()) return {};
+  const belfry::SoftnicOptions defaults;
+  const SoftnicEngine engine =
+      set ? parse_softnic_engine(variable, "BELFRY_SOFTNIC_ENGINE") : defaults.engine;
+  if (engine == SoftnicEngine::cpu) {
+    return "on GPUs: a thread of the process and the copy engines, queues in pinned memory "
+           "(BELFRY_SOFTNIC_ENGINE=cpu)";
+  }
+  return fmt::format(
+      "on GPUs: a kernel that takes {} SMs (BELFRY_SOFTNIC_ENGINE=cpu: a thread, which takes none)",
+      defaults.ctas);
+}
+
 struct PathRow {
   const char* path;
   bool works;
@@ -168,6 +185,12 @@ int doctor(const std::string& json) {
     if (works && std::string(factory.name) == "mlx5") {
       entry["uses"] = mlx5_would_use(found);
       std::printf("     %-8s %s\n", "", entry["uses"].get<std::string>().c_str());
+    }
+    if (works && std::string(factory.name) == "soft") {
+      entry["uses"] = soft_would_use(found);
+      if (entry["uses"] != "") {
+        std::printf("     %-8s %s\n", "", entry["uses"].get<std::string>().c_str());
+      }
     }
     report["providers"].push_back(std::move(entry));
   }
