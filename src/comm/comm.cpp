@@ -183,6 +183,12 @@ std::string Comm::describe() const {
   for (const auto& p : self.providers) {
     if (p != nullptr) text += fmt::format("  provider {}: {}\n", p->name(), p->describe());
   }
+  if (self.gpu != nullptr && self.gpu->signals_by_nic) {
+    text += self.gpu->signals_on_host
+                ? "  signals: in pinned memory, by the NIC alone\n"
+                : fmt::format("  signals: in the GPU's memory, by the NIC alone ({})\n",
+                              self.gpu->not_pinned);
+  }
   return text;
 }
 

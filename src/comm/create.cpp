@@ -264,7 +264,11 @@ void Comm::Implementation::make_control_memory() {
     gpu->signals = memory::GpuBlock(gpu->device, bytes);
     mine.signals = gpu->signals.name();
     if (options.softnic.engine == SoftnicEngine::cpu) {
-      gpu->control = memory::PinnedSegment(name, bytes);
+      try {
+        gpu->control = memory::PinnedSegment(name, bytes);
+      } catch (const Error& e) {
+        gpu->not_pinned = e.what();
+      }
     }
   }
   if (gpu == nullptr || !gpu->control) own_control = memory::SharedSegment(name, bytes);
@@ -310,11 +314,12 @@ void Comm::Implementation::choose_paths() {
   }
 }
 
-// Where one NIC alone adds to this rank's signals, and does so with the CPU's atomics, they lie in
-// memory that the CPU reaches: also what ranks of this host send then goes by it. Where every rank
-// is reached by loads and stores, kernels add to them, and they stay with the GPU.
+// Where a NIC that adds with the CPU's atomics reaches this rank, it alone adds to its signals,
+// also for ranks that are near, and they lie in memory that the CPU reaches. Else the same NIC adds
+// to them in the GPU's memory, which is as right, and slower. Where every rank is near, kernels add
+// to them.
 void Comm::Implementation::place_signals() {
-  if (gpu == nullptr || !gpu->control) return;
+  if (gpu == nullptr) return;
   bool by_nic = false;
   for (const path::Choice& choice : choices) {
     if (choice.nic == Path::none || !providers[factory_index(choice.provider)]->signals_on_host()) {
@@ -322,13 +327,20 @@ void Comm::Implementation::place_signals() {
     }
     by_nic = by_nic || !choice.lsa;
   }
-  gpu->signals_on_host = by_nic;
+  gpu->signals_by_nic = by_nic;
+  gpu->signals_on_host = by_nic && gpu->control;
+}
+
+bool Comm::Implementation::kernels_add_signals(int peer) {
+  const auto p = static_cast<std::size_t>(peer);
+  return gpu != nullptr && choices[p].nic != Path::none && window_peers[p].lsa != nullptr &&
+         provider_of(peer).signals_on_host();
 }
 
 WindowMemory Comm::Implementation::control_memory() const {
-  if (gpu != nullptr && !gpu->signals_on_host) return WindowMemory(gpu->signals);
-  WindowMemory memory(control());
-  memory.by_nic_alone = gpu != nullptr;
+  WindowMemory memory = gpu != nullptr && !gpu->signals_on_host ? WindowMemory(gpu->signals)
+                                                                : WindowMemory(control());
+  memory.by_nic_alone = gpu != nullptr && gpu->signals_by_nic;
   return memory;
 }
 

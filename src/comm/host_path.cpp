@@ -41,6 +41,14 @@ post::Resolved Comm::Implementation::resolve_for_host(const queue::Command& c, i
                 left_out ? "create the communicator with another path, or with none"
                          : "see `belfry doctor` on both hosts");
   }
+  if (c.signal_op == queue::SignalOp::add && kernels_add_signals(peer)) {
+    throw Error(
+        fmt::format("{} to rank {} with an addition to a signal", to_string(c.operation), peer),
+        "a signal that kernels add to, and SoftNIC's engine on the CPU",
+        "signals that the NIC alone adds to, or signal_set",
+        "choose a path other than lsa, the option load_store = no, or "
+        "BELFRY_SOFTNIC_ENGINE=kernel");
+  }
   if (c.has_counter && gpu != nullptr && !cpu_counts()) {
     throw Error(fmt::format("{} to rank {} with counter_inc", to_string(c.operation), peer),
                 "counters in the memory of a GPU", "counters that the CPU writes",

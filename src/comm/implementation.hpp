@@ -133,8 +133,10 @@ struct OnGpu {
   memory::PinnedBlock shared;    // SharedWords, and the counters where a CPU counts
   memory::PinnedBlock lanes;     // LaneWords
   memory::GpuBlock signals;      // window 0, unless
-  bool signals_on_host = false;  // it is `control`: see Provider::signals_on_host()
+  bool signals_on_host = false;  // it is `control`
+  bool signals_by_nic = false;   // which alone adds to them: see Provider::signals_on_host()
   memory::PinnedSegment control;
+  std::string not_pinned;   // why there is none
   memory::GpuBlock tables;  // windows, their peers, routes, teams; epochs, entered, counters
   DeviceComm view{};        // as kernels get it
   WindowView* windows = nullptr;
@@ -177,6 +179,8 @@ struct Comm::Implementation : std::enable_shared_from_this<Comm::Implementation>
   }
   // After the providers are open.
   void place_signals();
+  // Whether kernels add to a peer's signals, so that additions by the NIC would be lost.
+  bool kernels_add_signals(int peer);
   WindowMemory control_memory() const;
   // Whether the CPU counts what it posts for a kernel. A CPU cannot write to a GPU's memory: then
   // the counters lie with it, and kernels poll over PCIe.

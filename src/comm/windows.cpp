@@ -45,8 +45,10 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
   WindowOffer mine;
   mine.bytes = bytes;
   mine.id = id;
-  if (memory.segment != nullptr) {
-    mine.shared = memory.by_nic_alone ? Sharing::nic : Sharing::segment;
+  if (memory.by_nic_alone) {
+    mine.shared = Sharing::nic;
+  } else if (memory.segment != nullptr) {
+    mine.shared = Sharing::segment;
     mine.segment = memory.segment->name();
   } else if (memory.block != nullptr && *memory.block) {
     mine.shared = Sharing::gpu;
@@ -136,6 +138,13 @@ void Comm::Implementation::publish_window(std::uint32_t id, const WindowMemory& 
         mapped = reinterpret_cast<std::byte*>(offer.local);
       }
       if (choice.lsa) entry.lsa = mapped;
+      if (choice.lsa && mapped == nullptr && trouble == nullptr && kernels_add_signals(peer)) {
+        // A put to it would go by the NIC, and its signal, too.
+        trouble = std::make_exception_ptr(
+            Error(fmt::format("window {} of rank {}", id, peer), "the caller's memory",
+                  "memory that ranks near by map, since kernels add to its signals",
+                  "use Comm::window(bytes), ranks of one process, or the option load_store = no"));
+      }
       if (!imports || trouble != nullptr) continue;
       if (mapped == nullptr && wish == Mappings::wanted) continue;
       try {

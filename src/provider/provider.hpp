@@ -125,7 +125,8 @@ class Provider {
   // is taken in. For good.
   virtual void halt() {}
   // True when its atomics on a GPU's memory are atomic with no kernel's, and those on the host's
-  // memory with the CPU's: signals that it adds to then lie there, and no kernel adds to them.
+  // memory are the CPU's: no kernel adds to signals that it adds to, and they lie there if they
+  // can.
   virtual bool signals_on_host() const { return false; }
   // True when a setting may keep a queue from working that was connected without an error.
   virtual bool tests_connections() const { return false; }

@@ -1,6 +1,7 @@
 // In the place of memory/gpu.cpp: two GPUs that are not there. Their memory is segments, which the
 // executor's kernels reach as a GPU's kernels would; the CUDA driver of fake_cuda.hpp takes it for
-// a device's, and so does SoftNIC. With BELFRY_TEST_UNMAPPED no process maps another's.
+// a device's, and so does SoftNIC. With BELFRY_TEST_UNMAPPED no process maps another's, with
+// BELFRY_TEST_UNPINNED no segment is pinned.
 #include <cstdlib>
 #include <cstring>
 #include <map>
@@ -123,7 +124,9 @@ PinnedBlock& PinnedBlock::operator=(PinnedBlock&& other) noexcept {
   return *this;
 }
 
-PinnedSegment::PinnedSegment(const std::string& name, std::size_t bytes) : segment_(name, bytes) {}
+PinnedSegment::PinnedSegment(const std::string& name, std::size_t bytes) : segment_(name, bytes) {
+  if (std::getenv("BELFRY_TEST_UNPINNED") != nullptr) refuse("pinned memory of a segment");
+}
 PinnedSegment::~PinnedSegment() = default;
 PinnedSegment::PinnedSegment(PinnedSegment&&) noexcept = default;
 PinnedSegment& PinnedSegment::operator=(PinnedSegment&&) noexcept = default;

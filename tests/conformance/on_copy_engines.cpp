@@ -88,17 +88,20 @@ __global__ void greet(DeviceComm comm, std::uint32_t window, std::uint64_t round
   if (net.wait_signal(this_thread, 0, all) != Status::ok) *status = Status::failed;
 }
 
-TEST(CopyEngine, signals_of_ranks_near_and_far_and_of_the_cpu_are_atomic_with_each_other) {
+// `lying`: where, as describe() says.
+void signals_are_atomic(const char* lying, std::uint64_t rounds) {
   World world;
   world.mode = simt::Mode::threads;
   world.ranks = 4;
   world.options = on_gpu();
   world.options.lsa_ranks = 2;
-  const std::string error = run_world(world, [](Comm& comm) {
-    constexpr std::uint64_t rounds = 50, threads = 16;
+  const std::string error = run_world(world, [=](Comm& comm) {
+    constexpr std::uint64_t threads = 16;
     EXPECT_EQ(comm.path(comm.rank() ^ 1), Path::lsa);
     EXPECT_EQ(comm.path(comm.rank() ^ 2), Path::direct);
-    EXPECT_NE(comm.describe().find("copy engines of GPU 0"), std::string::npos) << comm.describe();
+    for (const char* part : {"copy engines of GPU 0", lying}) {
+      EXPECT_NE(comm.describe().find(part), std::string::npos) << comm.describe();
+    }
     const Window window = comm.window(8 * threads * 4);
     // F30: nothing from here on may wait for a kernel.
     const unsigned long before = fake_cuda_waiting_calls();
@@ -124,6 +127,16 @@ TEST(CopyEngine, signals_of_ranks_near_and_far_and_of_the_cpu_are_atomic_with_ea
     comm.barrier();
   });
   EXPECT_EQ(error, "");
+}
+
+TEST(CopyEngine, signals_of_ranks_near_and_far_and_of_the_cpu_are_atomic_with_each_other) {
+  signals_are_atomic("signals: in pinned memory, by the NIC alone", 50);
+}
+
+TEST(CopyEngine, and_so_they_are_where_segments_cannot_be_pinned) {
+  ::setenv("BELFRY_TEST_UNPINNED", "1", 1);
+  signals_are_atomic("signals: in the GPU's memory, by the NIC alone", 10);
+  ::unsetenv("BELFRY_TEST_UNPINNED");
 }
 
 __global__ void put_one(DeviceComm comm, std::uint32_t window, Status* status) {
@@ -166,6 +179,26 @@ TEST(CopyEngine, a_window_past_its_allocation_is_refused_where_it_is_made) {
     comm.window(window.data(), 1 << 20);
   });
   EXPECT_NE(error.find("more than the GPU's allocation"), std::string::npos) << error;
+}
+
+TEST(CopyEngine, where_kernels_add_to_signals_additions_by_the_cpu_are_refused) {
+  World world;
+  world.mode = simt::Mode::cooperative;
+  world.options = on_gpu();
+  const std::string error = run_world(world, [](Comm& comm) {
+    EXPECT_EQ(comm.path(1 - comm.rank()), Path::lsa);
+    const HostTicket set = comm.signal(1 - comm.rank(), signal_set{0, 1});
+    EXPECT_EQ(comm.wait(set), Status::ok);
+    EXPECT_EQ(comm.wait_signal(0, 1), Status::ok);
+    try {
+      comm.signal(1 - comm.rank(), signal_inc{0});
+      ADD_FAILURE();
+    } catch (const Error& e) {
+      EXPECT_NE(std::string(e.what()).find("BELFRY_SOFTNIC_ENGINE=kernel"), std::string::npos);
+    }
+    comm.barrier();
+  });
+  EXPECT_EQ(error, "");
 }
 
 TEST(CopyEngine, memory_of_the_host_can_be_a_window_too) {
