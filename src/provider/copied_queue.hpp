@@ -25,6 +25,9 @@ FarMemory pinned_memory(std::size_t bytes);
 class CopiedQueue : public Queue {
  public:
   CopiedQueue(const QueueConfig& config, FarMemory memory);
+  // What only posters read and write lies apart, nearer to them: queue_bytes() less
+  // queue_posters_at() there, the rest in `memory`.
+  CopiedQueue(const QueueConfig& config, FarMemory memory, FarMemory posters);
 
   queue::SendQueue* send_queue() final;
   QueueState state() final;
@@ -44,12 +47,16 @@ class CopiedQueue : public Queue {
 
  private:
   std::byte* here() { return image_.data(); }
+  // The same byte over there.
+  std::byte* there(const void* byte_here);
+  void move(queue::SendQueue& q, bool to_here);
   // A copy of the queue whose completions are taken in as far as its CQ goes. Counters are left
   // to kernels: they bump the words that count.
   const queue::SendQueue& fetch();
 
   std::vector<std::byte> image_;
-  FarMemory memory_;
+  FarMemory memory_, posters_;
+  std::size_t posters_at_;  // in the image; its end: all is in `memory_`
   std::ptrdiff_t at_ = 0;
   std::uint32_t qpn_ = 0;
 };

@@ -21,6 +21,8 @@ class Layout {
     at_ += count * sizeof(T);
     return piece;
   }
+  // Where the next piece on a cache line of its own would be.
+  std::size_t next() const { return (at_ + 63) / 64 * 64; }
   std::size_t bytes() const { return (at_ + page - 1) / page * page; }
 
  private:
@@ -28,7 +30,8 @@ class Layout {
   std::size_t at_ = 0;
 };
 
-queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config) {
+// First what the NIC reads and writes, then, from `posters_at`, what is the posters' alone.
+queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config, std::size_t& posters_at) {
   const std::uint32_t cq_depth = config.collapsed ? 1 : config.depth;
   const std::uint32_t cq_entries = config.collapsed ? collapsed_cq_entries : config.depth;
   auto* ring = layout.take<mlx5::WqeBlock>(config.depth, page);
@@ -36,8 +39,9 @@ queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config) {
   auto* record = layout.take<mlx5::DoorbellRecord>(1);
   auto* cq_record = layout.take<mlx5::CqDoorbellRecord>(1);
   auto* doorbell = layout.take<std::uint64_t>(1);
-  auto* slot_counters = layout.take<std::uint32_t>(config.depth);
   auto* results = layout.take<std::uint64_t>(config.result_slots);
+  posters_at = layout.next();
+  auto* slot_counters = layout.take<std::uint32_t>(config.depth);
   auto* result_busy = layout.take<std::uint32_t>(config.result_slots);
   auto* send = layout.take<queue::SendQueue>(1);
   if (send == nullptr) return nullptr;
@@ -65,13 +69,22 @@ queue::SendQueue* lay_out(Layout& layout, const QueueConfig& config) {
 
 std::size_t queue_bytes(const QueueConfig& config) {
   Layout measure(nullptr);
-  lay_out(measure, config);
+  std::size_t posters_at = 0;
+  lay_out(measure, config, posters_at);
   return measure.bytes();
+}
+
+std::size_t queue_posters_at(const QueueConfig& config) {
+  Layout measure(nullptr);
+  std::size_t posters_at = 0;
+  lay_out(measure, config, posters_at);
+  return posters_at;
 }
 
 queue::SendQueue* lay_out_queue(std::byte* memory, const QueueConfig& config) {
   Layout layout(memory);
-  queue::SendQueue* send = lay_out(layout, config);
+  std::size_t posters_at = 0;
+  queue::SendQueue* send = lay_out(layout, config, posters_at);
   queue::initialise(*send, config.first_index);
   return send;
 }

@@ -21,6 +21,8 @@ inline constexpr std::uint32_t collapsed_cq_entries = 64;
 // What a queue of this configuration takes, in bytes, and the queue laid out in zeroed memory of
 // that size, which begins at a page: initialised, not yet connected.
 std::size_t queue_bytes(const QueueConfig& config);
+// Where in it begins what only posters read and write, the send queue itself among it.
+std::size_t queue_posters_at(const QueueConfig& config);
 queue::SendQueue* lay_out_queue(std::byte* memory, const QueueConfig& config);
 
 class MemoryQueue : public Queue {

@@ -86,8 +86,11 @@ class SoftProvider final : public Provider {
 
   std::unique_ptr<Queue> create_queue(const QueueConfig& config) override {
     if (config.on_gpu) {
-      return std::make_unique<GpuSoftQueue<HostPair>>(nic_, config,
-                                                      pinned_memory(queue_bytes(config)), true);
+      // Of what the engine reads a kernel only writes; the rest it need not fetch over PCIe.
+      const std::size_t pinned = queue_posters_at(config);
+      return std::make_unique<GpuSoftQueue<HostPair>>(
+          nic_, config, true, pinned_memory(pinned),
+          memory_of_gpu(gpu_, queue_bytes(config) - pinned));
     }
     if (gpu_ < 0) return std::make_unique<CpuSoftQueue<HostPair>>(nic_, config);
     // Kernels and streams of the GPU ring some of them, and look at what came of others.

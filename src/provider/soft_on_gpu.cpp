@@ -64,7 +64,7 @@ class SoftOnGpu final : public Provider {
     if (config.on_gpu) {
       // What is not checked spares posters two fences of the system's scope.
       return std::make_unique<GpuSoftQueue<KernelPair>>(
-          engine_, config, memory_of_gpu(device_, queue_bytes(config)), strict_);
+          engine_, config, strict_, memory_of_gpu(device_, queue_bytes(config)));
     }
     return std::make_unique<CpuSoftQueue<KernelPair>>(
         engine_, config, [](std::size_t bytes) { return pinned_memory(bytes).data; });

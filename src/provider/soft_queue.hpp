@@ -98,10 +98,11 @@ template <class Pair>
 class GpuSoftQueue final : public CopiedQueue {
  public:
   // `ringing`: posters ring a register, which a strict engine checks; else the engine sees the
-  // record alone.
+  // record alone. `memory`: what CopiedQueue is to lie in.
+  template <class... Memory>
   GpuSoftQueue(std::shared_ptr<typename Pair::Engine> engine, const QueueConfig& config,
-               FarMemory memory, bool ringing)
-      : CopiedQueue(config, std::move(memory)),
+               bool ringing, Memory... memory)
+      : CopiedQueue(config, std::move(memory)...),
         pair_(std::move(engine), with_register(image(), ringing), config) {
     publish();
   }
