@@ -77,8 +77,11 @@ class SoftProvider final : public Provider {
   Mappings mappings() const override { return gpu_ < 0 ? Mappings::none : Mappings::wanted; }
   void import_memory(const Blob& peer, const Registration& theirs, std::size_t bytes,
                      void* mapped_here) override {
-    nic_->import_memory(nic_of(peer), theirs.rkey, mapped_here, bytes,
-                        memory_of(mapped_here, bytes));
+    std::string lacking;
+    auto device = softnic::gpu_memory(reinterpret_cast<std::uint64_t>(mapped_here), bytes, lacking);
+    // What this driver does not copy, the peer's engine does.
+    if (device == nullptr) return;
+    nic_->import_memory(nic_of(peer), theirs.rkey, mapped_here, bytes, std::move(device));
   }
   void forget_memory(const Blob& peer, std::uint32_t rkey) override {
     nic_->forget_memory(nic_of(peer), rkey);
@@ -146,6 +149,7 @@ std::string soft_differs(const Blob& a, const Blob& b) {
   return a == b ? "" : "it stays within one machine and PID namespace, and they are on two";
 }
 
+// Whether there is a GPU to use, memory::gpu_support() says.
 std::string soft_lacks_for_gpus() { return {}; }
 
 std::unique_ptr<Provider> open_soft(const Options& options) {

@@ -68,7 +68,7 @@ INSTANTIATE_TEST_SUITE_P(conformance, CopyEngines,
                                                           Path::triggered, Path::host),
                                           testing::Values(simt::Mode::cooperative,
                                                           simt::Mode::threads),
-                                          testing::Values(1, 3), testing::Bool()),
+                                          testing::Values(3), testing::Bool()),
                          cell_name);
 
 // Every thread adds to the same signal of every rank, some peers near, some reached by the NIC.
