@@ -132,6 +132,10 @@ void measure(const std::shared_ptr<Bootstrap>& bootstrap, const BenchOptions& op
   nlohmann::json json{{"benchmark", "anatomy"}, {"unit", "ns"}, {"machine", machine()}};
 #if defined(BELFRY_TOOL_HAS_GPU)
   if (gpu) {
+    if (softnic_engine() == SoftnicEngine::cpu) {
+      throw Error("bench anatomy on GPUs", "BELFRY_SOFTNIC_ENGINE=cpu, whose stamps are the CPU's",
+                  "stamps of the GPU's clock", "unset it, so that SoftNIC is a kernel");
+    }
     comm_options = gpu_options(options, Path::direct, bootstrap->rank());
     two_clocks = gpu_count() > 1;
     where = gpu_line(2);

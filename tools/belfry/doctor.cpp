@@ -96,13 +96,10 @@ std::string mlx5_would_use(const Machine& m) {
 
 // What runs SoftNIC for the memory of a GPU; empty where nobody asks.
 std::string soft_would_use(const Machine& m) {
-  const char* variable = std::getenv("BELFRY_SOFTNIC_ENGINE");
-  const bool set = variable != nullptr && *variable != '\0';
-  if (!set && m.gpus.empty()) return {};
+  const std::optional<SoftnicEngine> wanted = softnic_engine();
+  if (!wanted && m.gpus.empty()) return {};
   const belfry::SoftnicOptions defaults;
-  const SoftnicEngine engine =
-      set ? parse_softnic_engine(variable, "BELFRY_SOFTNIC_ENGINE") : defaults.engine;
-  if (engine == SoftnicEngine::cpu) {
+  if (wanted.value_or(defaults.engine) == SoftnicEngine::cpu) {
     return "on GPUs: a thread of the process and the copy engines, queues in pinned memory "
            "(BELFRY_SOFTNIC_ENGINE=cpu)";
   }

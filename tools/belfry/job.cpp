@@ -81,6 +81,12 @@ void as_ranks_in_threads(int ranks, const std::function<void(std::shared_ptr<Boo
   if (first) std::rethrow_exception(first);
 }
 
+std::optional<SoftnicEngine> softnic_engine() {
+  const char* name = std::getenv("BELFRY_SOFTNIC_ENGINE");
+  if (name == nullptr || *name == '\0') return std::nullopt;
+  return parse_softnic_engine(name, "BELFRY_SOFTNIC_ENGINE");
+}
+
 std::uint64_t parse_size(const std::string& text) {
   std::uint64_t value = 0;
   std::size_t at = 0;

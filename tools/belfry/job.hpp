@@ -32,6 +32,9 @@ void as_rank(const std::function<void(std::shared_ptr<Bootstrap>)>& body);
 // Runs `body` as each of `ranks` ranks, threads of this process; throws what was thrown first.
 void as_ranks_in_threads(int ranks, const std::function<void(std::shared_ptr<Bootstrap>)>& body);
 
+// What BELFRY_SOFTNIC_ENGINE says, if anything; throws belfry::Error for a wrong word.
+std::optional<SoftnicEngine> softnic_engine();
+
 // "64K,1M" and "8" in bytes; throws belfry::Error that names the text and the form wanted.
 std::uint64_t parse_size(const std::string& text);
 std::vector<std::uint64_t> parse_sizes(const std::vector<std::string>& texts);
