@@ -11,8 +11,8 @@ std::string lacks_cuda() {
   return BELFRY_WITH_CUDA != 0 ? "" : "this belfry was built without CUDA: build it where nvcc is";
 }
 
-constexpr Factory absent(const char* name, const char* what, bool device_queues,
-                         std::string (*why)()) {
+[[maybe_unused]] constexpr Factory absent(const char* name, const char* what, bool device_queues,
+                                          std::string (*why)()) {
   return {name,
           what,
           device_queues,
