@@ -192,7 +192,8 @@ int main(int argc, char** argv) {
   app.footer(
       "Environment: BELFRY_PATH and BELFRY_PROVIDER force a path or provider; BELFRY_SIMT_MODE\n"
       "(cooperative, threads, seeded), BELFRY_SIMT_SEED and BELFRY_SIMT_WORKERS set the host\n"
-      "executor; BELFRY_BOOTSTRAP_TIMEOUT (seconds) is the deadline of collective set-up.");
+      "executor; BELFRY_SOFTNIC_ENGINE (kernel, cpu) is what runs SoftNIC for GPUs;\n"
+      "BELFRY_BOOTSTRAP_TIMEOUT (seconds) is the deadline of collective set-up.");
 
   std::string json;
   int result = 0;
