@@ -37,7 +37,11 @@ class SoftProvider final : public Provider {
       waited_for_.emplace();
       // Its streams and its pinned memory are made before any kernel runs.
       const memory::GpuBlock probe(gpu_, 1);
-      (void)memory_of(probe.data(), probe.size());
+      if (memory_of(probe.data(), probe.size()) == nullptr) {
+        throw Error(fmt::format("the copy engines of GPU {}", gpu_),
+                    "no driver in this process that knows its memory", "libcuda.so.1",
+                    "see `belfry doctor`, or use BELFRY_SOFTNIC_ENGINE=kernel");
+      }
       thread_ = EngineThread([nic = nic_] { return nic->progress(); });
     } else {
       poller_ =
