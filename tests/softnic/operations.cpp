@@ -249,8 +249,8 @@ TEST(Operations, a_send_fills_the_receive_wqe_and_both_sides_get_a_cqe) {
   EXPECT_EQ(std::memcmp(pair.b.memory + 2000, pair.a.memory + 1000, 39000), 0);
 }
 
-// As on a wire, where the acknowledgement comes first. perftest's `ib_send_lat -e` relies on it: its
-// two CQs raise their events in one channel.
+// As on a wire, where the acknowledgement comes first. perftest's `ib_send_lat -e` relies on it:
+// its two CQs raise their events in one channel.
 TEST(Operations, what_the_peer_acknowledged_completes_before_its_next_message_arrives) {
   Pair pair(with([](SideOptions& o) { o.queue.log2_receives = 4; }));
   for (Side* side : {&pair.a, &pair.b}) side->queue.post_receive(side->memory, 8, side->key.lkey);
