@@ -42,7 +42,7 @@ BELFRY_HOST_DEVICE constexpr const char* to_string(ErrorReason failure) {
 // The first failure of a communicator. Written once, by whoever sees the failure first; sticky
 // until the communicator is rebuilt. Lies where device and host both read it.
 struct alignas(64) ErrorRecord {
-  std::uint32_t state;  // 0 none, 1 being written, 2 complete
+  std::uint32_t state;  // 0 none, 1 being written, 2 complete, 3 complete in `by_kernels`
   ErrorReason reason;
   std::uint32_t operation;  // queue::Operation
   std::int32_t peer;        // rank, -1 when none
@@ -52,27 +52,61 @@ struct alignas(64) ErrorRecord {
   std::uint32_t syndrome;  // mlx5::Syndrome when reason is completion
   std::uint32_t vendor_syndrome;
   std::uint64_t detail;  // reason-specific: the value that was out of range
+  // Of a record in host memory that kernels of a GPU fill too, else null. A GPU's atomics on host
+  // memory are not atomic with the CPU's: kernels claim a word of their own GPU, and write a record
+  // of their own in host memory.
+  std::uint32_t* claim;
+  ErrorRecord* by_kernels;
 };
 static_assert(sizeof(ErrorRecord) == 64);
+
+namespace detail {
+
+BELFRY_HOST_DEVICE inline void copy_failure(ErrorRecord& to, const ErrorRecord& failure) {
+  to.reason = failure.reason;
+  to.operation = failure.operation;
+  to.peer = failure.peer;
+  to.context = failure.context;
+  to.queue = failure.queue;
+  to.index = failure.index;
+  to.syndrome = failure.syndrome;
+  to.vendor_syndrome = failure.vendor_syndrome;
+  to.detail = failure.detail;
+}
+
+BELFRY_HOST_DEVICE inline bool raise_by_kernel(ErrorRecord& record, const ErrorRecord& failure) {
+  std::uint32_t expected = 0;
+  if (!compare_exchange<Order::relaxed, Scope::device>(record.claim, expected, 1u)) return false;
+  if (load<Order::relaxed, Scope::system>(&record.state) != 0) return false;
+  copy_failure(*record.by_kernels, failure);
+  // Release: whoever sees 3 sees the fields. The CPU may have begun meanwhile; then either of the
+  // two records remains, and both are complete.
+  store<Order::release, Scope::system>(&record.state, 3u);
+  return true;
+}
+
+}  // namespace detail
 
 // True when the record was empty and is now this failure. Without a record nothing is written:
 // the caller's status is then all that tells.
 BELFRY_HOST_DEVICE inline bool raise(ErrorRecord* record, const ErrorRecord& failure) {
   if (record == nullptr) return false;
+#if BELFRY_ON_GPU
+  if (record->claim != nullptr) return detail::raise_by_kernel(*record, failure);
+#endif
   std::uint32_t expected = 0;
   if (!compare_exchange<Order::acq_rel, Scope::system>(&record->state, expected, 1u)) return false;
-  record->reason = failure.reason;
-  record->operation = failure.operation;
-  record->peer = failure.peer;
-  record->context = failure.context;
-  record->queue = failure.queue;
-  record->index = failure.index;
-  record->syndrome = failure.syndrome;
-  record->vendor_syndrome = failure.vendor_syndrome;
-  record->detail = failure.detail;
+  detail::copy_failure(*record, failure);
   // Release: whoever sees 2 sees the fields.
   store<Order::release, Scope::system>(&record->state, 2u);
   return true;
+}
+
+// The failure that `record` tells of, or null while there is none, or none complete. The CPU.
+inline const ErrorRecord* failure_of(const ErrorRecord& record) {
+  // Acquire: the fields were written before the state was.
+  const std::uint32_t state = load<Order::acquire, Scope::system>(&record.state);
+  return state == 2 ? &record : state == 3 ? record.by_kernels : nullptr;
 }
 
 // What every wait watches besides its own condition. Part of device_comm.

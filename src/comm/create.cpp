@@ -441,6 +441,7 @@ void Comm::Implementation::make_gpu_tables() {
   const std::size_t teams_at = place(team_kinds * static_cast<std::size_t>(ranks), 4);
   const std::size_t epochs_at = place(epochs.size(), 8);
   const std::size_t entered_at = place(1, 4);
+  const std::size_t claim_at = place(1, 4);
   const std::size_t counters_at = place(options.counters, 8);
   g.tables = memory::GpuBlock(g.device, bytes);
   auto* base = static_cast<std::byte*>(g.tables.data());
@@ -453,6 +454,8 @@ void Comm::Implementation::make_gpu_tables() {
   g.view.routes = g.routes;
   g.view.barrier_epochs = reinterpret_cast<std::uint64_t*>(base + epochs_at);
   g.view.entered_here = reinterpret_cast<std::uint32_t*>(base + entered_at);
+  shared->error.by_kernels = &shared->error_of_kernels;
+  shared->error.claim = reinterpret_cast<std::uint32_t*>(base + claim_at);
   if (counters == nullptr) {
     counters = reinterpret_cast<std::uint64_t*>(base + counters_at);
     view.local_counters = g.view.local_counters = counters;

@@ -120,7 +120,7 @@ struct WindowMemory {
 
 // What kernels and the CPU both read and write.
 struct SharedWords {
-  ErrorRecord error{};
+  ErrorRecord error{}, error_of_kernels{};
   alignas(64) std::uint32_t abort = 0;
   std::uint32_t missing = 0;  // ranks that have not entered a kernel
   alignas(64) std::uint32_t entered = 0;

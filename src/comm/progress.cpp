@@ -55,10 +55,11 @@ void Comm::Implementation::attend() {
 
 // A failure of this rank is news to the others, once.
 void Comm::Implementation::tell_failure() {
-  if (load<Order::acquire, Scope::system>(&shared->error.state) != 2 || told) return;
+  const ErrorRecord* failure = failure_of(shared->error);
+  if (failure == nullptr || told) return;
   told = true;
   collect_reports();
-  std::string text = sentence(shared->error);
+  std::string text = sentence(*failure);
   {
     const std::lock_guard guard(notes_mutex);
     // What the NIC said first is nearest to the cause.
@@ -190,12 +191,13 @@ std::string Comm::Implementation::sentence(const ErrorRecord& record) {
 }
 
 std::optional<ErrorRecord> Comm::error() const {
-  if (load<Order::acquire, Scope::system>(&self_->shared->error.state) != 2) return std::nullopt;
+  const ErrorRecord* found = failure_of(self_->shared->error);
+  if (found == nullptr) return std::nullopt;
   // Field by field: raise() may still try for `state`, which no later failure gets.
-  const ErrorRecord& found = self_->shared->error;
-  return ErrorRecord{
-      2,           found.reason,   found.operation,       found.peer,  found.context, found.queue,
-      found.index, found.syndrome, found.vendor_syndrome, found.detail};
+  ErrorRecord record{};
+  record.state = 2;
+  detail::copy_failure(record, *found);
+  return record;
 }
 
 Health Comm::health() {

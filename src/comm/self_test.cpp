@@ -83,12 +83,13 @@ void Comm::Implementation::test_connections() {
     for (Test& t : tests) {
       if (t.step(view, operations)) continue;
       all = false;
-      const bool failed = load<Order::acquire, Scope::system>(&shared->error.state) == 2;
-      if (!failed && !deadline.passed()) continue;
+      const ErrorRecord* failure = failure_of(shared->error);
+      if (failure == nullptr && !deadline.passed()) continue;
       std::string found =
-          failed ? sentence(shared->error)
-                 : fmt::format("{} not there after {}",
-                               t.posted < 2 ? "a byte and a signal" : "an atomic", deadline.text());
+          failure != nullptr
+              ? sentence(*failure)
+              : fmt::format("{} not there after {}",
+                            t.posted < 2 ? "a byte and a signal" : "an atomic", deadline.text());
       throw connection_error(fmt::format("test of the connection to rank {} ({})", t.peer, t.name),
                              t.peer, std::move(found));
     }

@@ -231,7 +231,10 @@ int main() {
     softnic::NicConfig config;
     config.name = "rank " + std::to_string(i);
     r.nic = std::make_unique<softnic::SoftNic>(config);
-    r.error = pinned<ErrorRecord>(1);
+    r.error = pinned<ErrorRecord>(2);
+    r.error->by_kernels = r.error + 1;
+    CHECK_CUDA(cudaMalloc(&r.error->claim, sizeof(std::uint32_t)));
+    CHECK_CUDA(cudaMemset(r.error->claim, 0, sizeof(std::uint32_t)));
     r.control = pinned<std::uint64_t>(DeviceComm::control_words(signals, barriers));
     r.data = pinned<std::byte>(window_bytes);
     r.control_key = r.nic->register_memory(
@@ -301,9 +304,10 @@ int main() {
   auto* status = pinned<std::uint32_t>(2);
   failing_kernel<<<1, 1, 0, streams[0]>>>(ranks[0].comm, status);
   CHECK_CUDA(cudaDeviceSynchronize());
+  const ErrorRecord* found = failure_of(*ranks[0].error);
   expect(status[0] == static_cast<std::uint32_t>(Status::failed) &&
-             status[1] == static_cast<std::uint32_t>(Status::failed) &&
-             ranks[0].error->reason == ErrorReason::completion,
+             status[1] == static_cast<std::uint32_t>(Status::failed) && found != nullptr &&
+             found->reason == ErrorReason::completion,
          "a refused put ends every wait with failed and fills the error record");
   stop = true;
   engine.join();
