@@ -223,6 +223,15 @@ BELFRY_DEVICE BELFRY_INLINE std::uint32_t post_team(Board& board, std::uint32_t 
   return chunks;
 }
 
+// Until the movers have copied so many chunks of it, or the kernel is to end.
+BELFRY_DEVICE BELFRY_INLINE void await_team(const Board& board, std::uint32_t number,
+                                            std::uint32_t chunks) {
+  // Acquire: the movers' stores, which this warp's next fence then covers.
+  while (load<Order::acquire, Scope::block>(&board.team[number].done) != chunks &&
+         !stopped(board)) {
+  }
+}
+
 // The front's part: a short copy by itself, a longer one with its CTA; returns when it is done.
 BELFRY_DEVICE BELFRY_INLINE void copy_by_front(Board& board, std::uint32_t number, std::byte* to,
                                                const std::byte* from, std::uint64_t bytes,
@@ -257,9 +266,7 @@ BELFRY_DEVICE BELFRY_INLINE void copy_by_front(Board& board, std::uint32_t numbe
     if (alone) break;
   }
   if (!alone) {
-    // Acquire: the movers' stores, which this warp's next fence then covers.
-    while (load<Order::acquire, Scope::block>(&job.done) != chunks - mine && !stopped(board)) {
-    }
+    await_team(board, number, chunks - mine);
   }
   __syncwarp();
 }
@@ -544,6 +551,23 @@ enum class Kind : std::uint32_t {
 
 enum class Served { some, general, nothing };
 
+// A WQE of one block, as read.
+struct Block {
+  Word16 w0, w1, w2, w3;
+};
+
+BELFRY_DEVICE BELFRY_INLINE Block load_block(const HotQp& q, std::uint32_t index) {
+  const auto* block = reinterpret_cast<const Word16*>(
+      q.ring + (index & q.mask) * std::uint64_t{mlx5::wqe_block_bytes});
+  return {load_word16(block), load_word16(block + 1), load_word16(block + 2),
+          load_word16(block + 3)};
+}
+
+BELFRY_DEVICE BELFRY_INLINE bool asks_for_cqe(Word16 control) {
+  return (static_cast<std::uint32_t>(control.high >> 24) & mlx5::completion_mask) >=
+         mlx5::completion_always;
+}
+
 BELFRY_DEVICE BELFRY_INLINE void place_short(std::byte* to, std::uint32_t bytes, Word16 a,
                                              Word16 b) {
   // Seven words: the first one of the segment is its header.
@@ -592,21 +616,12 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
   if (available > q.mask + 1 || cq.failed) return Served::general;
   const bool mine = lane < available;
 
-  Word16 w0 = {}, w1 = {}, w2 = {}, w3 = {};
-  if (mine) {
-    const auto* block = reinterpret_cast<const Word16*>(
-        q.ring + ((consumer + lane) & q.mask) * std::uint64_t{mlx5::wqe_block_bytes});
-    w0 = load_word16(block);
-    w1 = load_word16(block + 1);
-    w2 = load_word16(block + 2);
-    w3 = load_word16(block + 3);
-  }
+  const auto [w0, w1, w2, w3] = mine ? load_block(q, consumer + lane) : Block{};
   const std::uint32_t control = mlx5::swap_bytes(low(w0.low));
   const std::uint32_t qpn_ds = mlx5::swap_bytes(high(w0.low));
   const auto opcode = static_cast<mlx5::Opcode>(control & 0xff);
   const std::uint32_t ds = qpn_ds & 0x3f;
-  const bool signalled = (static_cast<std::uint32_t>(w0.high >> 24) & mlx5::completion_mask) >=
-                         mlx5::completion_always;
+  const bool signalled = asks_for_cqe(w0);
   const bool in_place =
       (control >> 8 & 0xffff) == ((consumer + lane) & 0xffff) && qpn_ds >> 8 == q.qpn;
   const std::uint64_t remote_address = mlx5::swap_bytes(w1.low);
@@ -918,10 +933,7 @@ BELFRY_DEVICE BELFRY_INLINE void copy_aligned(Board& board, std::uint32_t number
       chunks = post_team(board, number, to, from, bytes, log2_team_chunk(bytes));
     }
     chunks = from_lane(chunks, 0);
-    // Acquire: the movers' stores, which this warp's next fence then covers.
-    while (load<Order::acquire, Scope::block>(&board.team[number].done) != chunks &&
-           !stopped(board)) {
-    }
+    await_team(board, number, chunks);
   }
   __syncwarp();
 }
@@ -943,15 +955,7 @@ BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Board& board, Fron
   if (available > 2 || q.dirty || cq.failed || f.paced) return false;
   const bool mine = lane < available;
 
-  Word16 w0 = {}, w1 = {}, w2 = {}, w3 = {};
-  if (mine) {
-    const auto* block = reinterpret_cast<const Word16*>(
-        q.ring + ((consumer + lane) & q.mask) * std::uint64_t{mlx5::wqe_block_bytes});
-    w0 = load_word16(block);
-    w1 = load_word16(block + 1);
-    w2 = load_word16(block + 2);
-    w3 = load_word16(block + 3);
-  }
+  const auto [w0, w1, w2, w3] = mine ? load_block(q, consumer + lane) : Block{};
   [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
   if constexpr (Traced) {
     if (__any_sync(all_lanes, w0.low == ~0ull)) return false;  // as in serve_fast()
@@ -988,8 +992,7 @@ BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Board& board, Fron
   const bool fits =
       (adds || data || word) && aligned && remote != nullptr && (word || local != nullptr);
   if (!__all_sync(all_lanes, !mine || fits)) return false;
-  const bool signalled = (static_cast<std::uint32_t>(w0.high >> 24) & mlx5::completion_mask) >=
-                         mlx5::completion_always;
+  const bool signalled = asks_for_cqe(w0);
   const std::uint32_t asked = __ballot_sync(all_lanes, mine && signalled);
   if (asked != 0 && cq_room(cq, count_of(asked), lane) < count_of(asked)) return false;
 

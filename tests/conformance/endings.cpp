@@ -5,6 +5,7 @@
 #include <array>
 #include <cstring>
 #include <functional>
+#include <vector>
 
 #include "belfry/device/barrier.hpp"
 #include "belfry/launch.hpp"
@@ -104,6 +105,51 @@ TEST_P(Endings, a_wait_for_a_silent_peer_times_out_and_not_before_the_deadline) 
                           comm.barrier();
                         }),
               "");
+  }
+}
+
+// Whole warps and a part of one, each for a message that never comes whole: of the warp's last pair
+// of packets nothing is there, so that no lane may leave by itself.
+__global__ void wait_by_warps(DeviceComm comm, std::uint32_t window, std::uint32_t bytes,
+                              std::uint32_t* words, Status* status) {
+  const Net net(comm, 0);
+  status[threadIdx.x] =
+      net.wait_packet(this_warp, {window, 0}, words + bytes * (threadIdx.x / 32), bytes, 99);
+}
+
+TEST_P(Endings, warps_that_wait_in_step_for_packets_end_together_by_deadline_and_by_abort) {
+  constexpr unsigned threads = 37;
+  for (const bool aborts : {false, true}) {
+    for (const std::uint32_t bytes : {64u, 1024u}) {  // a pair for a lane at most; several
+      World w = world();
+      if (!aborts) w.options.timeout = std::chrono::milliseconds(50);
+      EXPECT_EQ(run_world(w,
+                          [&](Comm& comm) {
+                            const Window window = comm.window(4096);
+                            for (std::uint32_t i = 0; i + 2 < bytes / 4; ++i) {
+                              window.as<std::uint64_t>()[i] = 99ull << 32;
+                            }
+                            std::vector<Status> status(threads, Status::ok);
+                            std::vector<std::uint32_t> words(2 * bytes);
+                            comm.barrier();
+                            if (comm.rank() != 0) {
+                              launch({.name = "enter"}, only_enter, comm.device_comm()).wait();
+                              if (aborts) {
+                                comm.abort("the test says so");
+                                return;
+                              }
+                            } else {
+                              launch({.block = threads, .name = "wait"}, wait_by_warps,
+                                     comm.device_comm(), window.id(), bytes, words.data(),
+                                     status.data())
+                                  .wait();
+                              const Status wanted = aborts ? Status::aborted : Status::timed_out;
+                              EXPECT_EQ(status, std::vector<Status>(threads, wanted));
+                            }
+                            if (!aborts) comm.barrier();
+                          }),
+                "");
+    }
   }
 }
 

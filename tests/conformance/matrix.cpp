@@ -2,19 +2,14 @@
 // for 1, 2, 3 and 5 ranks, on both kinds of completion queue.
 #include <gtest/gtest.h>
 
-#include "conformance/shapes.hpp"
+#include "conformance/cells.hpp"
 
 namespace belfry::conformance {
 namespace {
 
-using Cell = std::tuple<Path, simt::Mode, int, bool>;
-
 class Matrix : public testing::TestWithParam<Cell> {
  protected:
-  Shape shape() const {
-    const auto [path, mode, ranks, collapsed] = GetParam();
-    return shape_of(path, mode, ranks, collapsed);
-  }
+  static Shape shape() { return std::apply(shape_of, GetParam()); }
 };
 
 TEST_P(Matrix, a_thread_does_every_operation) {
@@ -33,12 +28,6 @@ TEST_P(Matrix, indices_that_start_just_below_their_wraps_make_no_difference) {
   for (const std::uint64_t first : first_indices) {
     EXPECT_EQ(run_job(near_a_wrap(shape(), first)).error, "") << "first index " << first;
   }
-}
-
-std::string cell_name(const testing::TestParamInfo<Cell>& info) {
-  const auto [path, mode, ranks, collapsed] = info.param;
-  return std::string(to_string(path)) + "_" + simt::to_string(mode) + "_" + std::to_string(ranks) +
-         (collapsed ? "_ranks_collapsed" : "_ranks_ordinary");
 }
 
 INSTANTIATE_TEST_SUITE_P(conformance, Matrix,

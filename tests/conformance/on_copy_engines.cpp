@@ -10,28 +10,23 @@
 
 #include "belfry/device/net.hpp"
 #include "belfry/launch.hpp"
-#include "conformance/shapes.hpp"
+#include "conformance/cells.hpp"
 #include "uverbs/fake_cuda.hpp"
 
 namespace belfry::conformance {
 namespace {
 
-CommOptions on_gpu() {
-  CommOptions o;
+CommOptions on_gpu(CommOptions o = {}) {
   o.gpu = 0;
   o.softnic.engine = SoftnicEngine::cpu;
   return o;
 }
 
-using Cell = std::tuple<Path, simt::Mode, int, bool>;
-
 class CopyEngines : public testing::TestWithParam<Cell> {
  protected:
   static Shape shape() {
-    const auto [path, mode, ranks, collapsed] = GetParam();
-    Shape s = shape_of(path, mode, ranks, collapsed);
-    s.options.gpu = 0;
-    s.options.softnic.engine = SoftnicEngine::cpu;
+    Shape s = std::apply(shape_of, GetParam());
+    s.options = on_gpu(s.options);
     return s;
   }
 };
@@ -55,12 +50,6 @@ TEST_P(CopyEngines, indices_that_start_just_below_their_wraps_make_no_difference
   for (const std::uint64_t first : first_indices) {
     EXPECT_EQ(run_job(near_a_wrap(shape(), first)).error, "") << "first index " << first;
   }
-}
-
-std::string cell_name(const testing::TestParamInfo<Cell>& info) {
-  const auto [path, mode, ranks, collapsed] = info.param;
-  return std::string(to_string(path)) + "_" + simt::to_string(mode) + "_" + std::to_string(ranks) +
-         (collapsed ? "_ranks_collapsed" : "_ranks_ordinary");
 }
 
 INSTANTIATE_TEST_SUITE_P(conformance, CopyEngines,
@@ -144,6 +133,12 @@ __global__ void put_one(DeviceComm comm, std::uint32_t window, Status* status) {
   *status = net.wait(net.put(this_thread, 1 - net.rank(), {window, 0}, {window, 64}, 64));
 }
 
+Status put_to_the_other(const Comm& comm, const Window& window) {
+  Status status = Status::ok;
+  launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
+  return status;
+}
+
 TEST(CopyEngine, a_copy_that_the_driver_refuses_fails_the_communicator_and_says_so) {
   World world;
   world.mode = simt::Mode::threads;
@@ -158,9 +153,7 @@ TEST(CopyEngine, a_copy_that_the_driver_refuses_fails_the_communicator_and_says_
       return;
     }
     fake_cuda_refuse(true);
-    Status status = Status::ok;
-    launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
-    EXPECT_EQ(status, Status::failed);
+    EXPECT_EQ(put_to_the_other(comm, window), Status::failed);
     const Health health = comm.health();
     EXPECT_NE(health.error.find("local QP operation"), std::string::npos) << health.error;
   });
@@ -212,9 +205,7 @@ TEST(CopyEngine, memory_of_the_host_can_be_a_window_too) {
   const std::string error = run_world(world, [&](Comm& comm) {
     auto& mine = memory[comm.rank()];
     const Window window = comm.window(mine.data(), mine.size());
-    Status status = Status::ok;
-    launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
-    EXPECT_EQ(status, Status::ok);
+    EXPECT_EQ(put_to_the_other(comm, window), Status::ok);
     comm.barrier();
     EXPECT_EQ(mine[0], memory[1 - comm.rank()][64]);
     comm.barrier();
@@ -242,9 +233,7 @@ TEST(CopyEngine, communicators_come_and_go_and_leave_no_descriptor) {
   for (int i = 0; i < 20; ++i) {
     const std::string error = run_world(world, [](Comm& comm) {
       const Window window = comm.window(128);
-      Status status = Status::ok;
-      launch({.name = "put_one"}, put_one, comm.device_comm(), window.id(), &status).wait();
-      EXPECT_EQ(status, Status::ok);
+      EXPECT_EQ(put_to_the_other(comm, window), Status::ok);
       comm.barrier();
     });
     ASSERT_EQ(error, "");
