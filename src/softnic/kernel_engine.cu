@@ -40,12 +40,14 @@ BELFRY_DEVICE BELFRY_INLINE std::uint32_t log2_team_chunk(std::uint64_t bytes) {
   return bytes <= 32768 ? 11 : 12;
 }
 constexpr std::uint32_t empty_front_rest_ns = 400;
+constexpr std::uint32_t clerk_rest_ns = 100;
 
 struct Board {
   std::uint32_t stop;
   std::uint32_t epoch;  // the scout's copies of words outside the CTA
   std::uint64_t grid_active;
   std::uint32_t active;  // a bit per front of this CTA with a team job
+  std::uint32_t clerk;   // a bit per front that waits for the clerk
   TeamJob team[max_fronts_per_cta];
 };
 
@@ -87,6 +89,18 @@ struct HotCq {
   bool collapsed, ignore_overrun, failed;
 };
 
+// Why a front leaves its inner loop, which calls nothing: a call in it would have its values kept
+// in local memory, which is slow behind every acquire.
+enum class Need { end, note, check, fast };
+
+// What the inner loop leaves behind: which queue is to be served otherwise, how far its record goes
+// and when that was seen, and where the next turn begins.
+struct Left {
+  Need need;
+  std::uint32_t slot, said, next;
+  std::uint64_t seen_ns;
+};
+
 struct Front {
   static constexpr std::uint32_t cached_keys = 32;  // here, and of peers
   HotQp qp[slots_per_front];
@@ -98,6 +112,9 @@ struct Front {
   std::uint32_t valid;     // slots in use
   std::uint32_t warp;      // of its CTA: the number of its team job
   std::uint32_t job_busy;  // its grid job is under way
+  std::uint32_t zero;      // which the compiler does not know
+  std::uint64_t pass;      // turns so far
+  Left left;               // why the inner loop was left
   bool strict, faulty, poll_records;
   bool paced, ordered_writes;  // as the tables say, which functions that are called read from far
   std::uint64_t patience_ns;
@@ -158,9 +175,14 @@ BELFRY_DEVICE BELFRY_INLINE void give_way(std::uint32_t ns) {
 #endif
 }
 
-BELFRY_DEVICE BELFRY_INLINE bool stopped(const Board& board) {
-  return load<Order::relaxed, Scope::block>(&board.stop) != 0;
+// A relaxed read of a word in shared memory. load() would take it for a word of any memory, for
+// which the address has to be made first.
+template <class T>
+BELFRY_DEVICE BELFRY_INLINE T peek(const T& word) {
+  return *const_cast<const volatile T*>(&word);
 }
+
+BELFRY_DEVICE BELFRY_INLINE bool stopped(const Board& board) { return peek(board.stop) != 0; }
 
 // Every lane fences, though one instruction serves all: release is of the thread that then stores,
 // and which lane that is differs.
@@ -423,51 +445,63 @@ struct CqeTimes {
   std::uint64_t visible, written;
 };
 
-// Writes a CQE for each lane in `signalled`; there is room. Everything that the warp did before is
-// visible to whoever sees one. Traced: says when the lane's was.
+// Writes the CQE of that number; there is room. What this lane did before, and what it was handed
+// by a __syncwarp(), is visible to whoever sees it. Traced: says when it was.
 template <bool Traced>
-BELFRY_DEVICE auto write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t signalled,
-                              std::uint32_t wqe_opcode, std::uint32_t counter, std::uint32_t bytes,
-                              std::uint32_t lane) {
-  const std::uint32_t produced = cq.produced;
-  const std::uint32_t number = produced + count_of(signalled & below(lane));
+BELFRY_DEVICE BELFRY_INLINE CqeTimes write_cqe(const HotCq& cq, const HotQp& q,
+                                               std::uint32_t number, std::uint32_t wqe_opcode,
+                                               std::uint32_t counter, std::uint32_t bytes) {
+  mlx5::Cqe* entry = &cq.buffer[cq.collapsed ? 0 : number & ((1u << cq.log2_depth) - 1)];
+  auto* words = reinterpret_cast<std::uint64_t*>(entry);
+  auto* tail = reinterpret_cast<std::uint32_t*>(words + 7);
+  store_word16(reinterpret_cast<Word16*>(words), {0, 0});
+  store_word16(reinterpret_cast<Word16*>(words + 2), {0, 0});
+  store_word16(
+      reinterpret_cast<Word16*>(words + 4),
+      {mlx5::be32(q.user_index).raw, static_cast<std::uint64_t>(mlx5::be32(bytes).raw) << 32});
+  // Hardware's time stamp is a free-running counter too.
+  store<Order::relaxed, Scope::system>(words + 6,
+                                       mlx5::be64(static_cast<std::uint64_t>(clock64())).raw);
+  store<Order::relaxed, Scope::system>(tail, mlx5::be32(wqe_opcode << 24 | q.qpn).raw);
+  CqeTimes times = {};
+  fence<Order::acq_rel, Scope::system>();
+  if constexpr (Traced) times.visible = now_ns();
+  store<Order::relaxed, Scope::system>(
+      tail + 1, mlx5::CqeTail::of(mlx5::CqeOpcode::requester, static_cast<std::uint16_t>(counter),
+                                  number >> cq.log2_depth & 1)
+                    .word);
+  if constexpr (Traced) times.written = now_ns();
+  return times;
+}
+
+// Says that so many CQEs have been written, by one lane.
+BELFRY_DEVICE BELFRY_INLINE void count_cqes(HotCq& cq, std::uint32_t count) {
+  const std::uint32_t produced = cq.produced + count;
+  cq.produced = produced;
+  // For WAIT, and for the general code.
+  store<Order::relaxed, Scope::device>(&cq.home->produced, produced);
+}
+
+// Writes a CQE for each lane in `signalled`; there is room. Everything that the warp did before is
+// visible to whoever sees one.
+template <bool Traced>
+BELFRY_DEVICE CqeTimes write_cqes(HotCq& cq, const HotQp& q, Front& f, std::uint32_t signalled,
+                                  std::uint32_t wqe_opcode, std::uint32_t counter,
+                                  std::uint32_t bytes, std::uint32_t lane) {
+  const std::uint32_t number = cq.produced + count_of(signalled & below(lane));
   // A collapsed queue shows the last one only.
   const std::uint32_t last =
       lanes - 1 - static_cast<std::uint32_t>(__clz(static_cast<int>(signalled)));
   const bool writes = cq.collapsed ? lane == last : (signalled >> lane & 1) != 0;
-  mlx5::Cqe* entry = &cq.buffer[cq.collapsed ? 0 : number & ((1u << cq.log2_depth) - 1)];
-  auto* words = reinterpret_cast<std::uint64_t*>(entry);
-  auto* tail = reinterpret_cast<std::uint32_t*>(words + 7);
-  if (writes) {
-    store_word16(reinterpret_cast<Word16*>(words), {0, 0});
-    store_word16(reinterpret_cast<Word16*>(words + 2), {0, 0});
-    store_word16(
-        reinterpret_cast<Word16*>(words + 4),
-        {mlx5::be32(q.user_index).raw, static_cast<std::uint64_t>(mlx5::be32(bytes).raw) << 32});
-    // Hardware's time stamp is a free-running counter too.
-    store<Order::relaxed, Scope::system>(words + 6,
-                                         mlx5::be64(static_cast<std::uint64_t>(clock64())).raw);
-    store<Order::relaxed, Scope::system>(tail, mlx5::be32(wqe_opcode << 24 | q.qpn).raw);
-  }
   __syncwarp();
-  [[maybe_unused]] CqeTimes times = {};
-  if (writes) {
-    fence<Order::acq_rel, Scope::system>();
-    if constexpr (Traced) times.visible = now_ns();
-    store<Order::relaxed, Scope::system>(
-        tail + 1, mlx5::CqeTail::of(mlx5::CqeOpcode::requester, static_cast<std::uint16_t>(counter),
-                                    number >> cq.log2_depth & 1)
-                      .word);
-    if constexpr (Traced) times.written = now_ns();
-  }
+  CqeTimes times = {};
+  if (writes) times = write_cqe<Traced>(cq, q, number, wqe_opcode, counter, bytes);
+  __syncwarp();
   if (lane == 0) {
-    const std::uint32_t n = count_of(signalled);
-    cq.produced = produced + n;
-    // For WAIT, and for the general code.
-    store<Order::relaxed, Scope::device>(&cq.home->produced, produced + n);
-    f.count.cqes += n;
+    count_cqes(cq, count_of(signalled));
+    f.count.cqes += count_of(signalled);
   }
-  if constexpr (Traced) return times;
+  return times;
 }
 
 // How many CQEs the queue has room for.
@@ -510,32 +544,37 @@ BELFRY_DEVICE std::int64_t due_cycle(const Tables& t, const HotQp& q, std::uint6
 
 // ---- Trace ----
 
-// What the fast path did with n WQEs from `consumer` on. Each lane hands in its own's times.
-BELFRY_DEVICE __noinline__ void record_trace(const Tables& t, std::uint32_t qpn,
-                                             std::uint32_t consumer, std::uint32_t n,
-                                             std::uint32_t said, std::uint64_t seen,
-                                             std::uint64_t fetched, std::uint64_t moved,
-                                             CqeTimes cqe, std::uint32_t lane) {
-  std::uint32_t at = 0;
-  if (lane == 0) at = fetch_add<Order::relaxed, Scope::device>(t.trace_count, 1 + 4 * n);
-  at = from_lane(at, 0);
-  // In one piece each: a time of 0 is a place that nobody has filled.
-  const auto put = [&](std::uint32_t place, std::uint64_t ns, std::uint32_t index, Stage stage) {
-    if (ns == 0) return;
-    store_word16(
-        reinterpret_cast<Word16*>(t.trace + (at + place) % t.trace_events),
-        {ns, qpn | std::uint64_t{index & 0xffff} << 32 | static_cast<std::uint64_t>(stage) << 48});
-  };
+// A place in the trace for each of `count` stamps; the caller fills them.
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t trace_places(const Tables& t, std::uint32_t count) {
+  return fetch_add<Order::relaxed, Scope::device>(t.trace_count, count);
+}
+
+BELFRY_DEVICE BELFRY_INLINE void put_stamp(const Tables& t, std::uint32_t place, std::uint64_t ns,
+                                           std::uint32_t qpn, std::uint32_t index, Stage stage) {
   static_assert(sizeof(TraceEvent) == sizeof(Word16) && offsetof(TraceEvent, qpn) == 8 &&
                 offsetof(TraceEvent, index) == 12 && offsetof(TraceEvent, stage) == 14);
-  if (lane == 0) put(0, seen, said, Stage::doorbell);
-  if (lane < n) {
-    put(1 + 4 * lane, fetched, consumer + lane, Stage::fetched);
-    put(2 + 4 * lane, moved, consumer + lane, Stage::moved);
-    put(3 + 4 * lane, cqe.visible, consumer + lane, Stage::visible);
-    put(4 + 4 * lane, cqe.written, consumer + lane, Stage::cqe);
-  }
-  __syncwarp();
+  // In one piece: a time of 0 is a place that nobody has filled.
+  if (ns == 0) return;
+  store_word16(
+      reinterpret_cast<Word16*>(t.trace + place % t.trace_events),
+      {ns, qpn | std::uint64_t{index & 0xffff} << 32 | static_cast<std::uint64_t>(stage) << 48});
+}
+
+// When a record's new index was seen, by one lane.
+BELFRY_DEVICE __noinline__ void trace_doorbell(const Tables& t, std::uint32_t qpn,
+                                               std::uint32_t said, std::uint64_t ns) {
+  put_stamp(t, trace_places(t, 1), ns, qpn, said, Stage::doorbell);
+}
+
+// What became of one WQE, by the lane that knows. A time of 0: it had no such stage.
+BELFRY_DEVICE __noinline__ void trace_wqe(const Tables& t, std::uint32_t qpn, std::uint32_t index,
+                                          std::uint64_t fetched, std::uint64_t moved,
+                                          CqeTimes cqe) {
+  const std::uint32_t at = trace_places(t, 4);
+  put_stamp(t, at, fetched, qpn, index, Stage::fetched);
+  put_stamp(t, at + 1, moved, qpn, index, Stage::moved);
+  put_stamp(t, at + 2, cqe.visible, qpn, index, Stage::visible);
+  put_stamp(t, at + 3, cqe.written, qpn, index, Stage::cqe);
 }
 
 // ---- The fast path ----
@@ -601,15 +640,15 @@ BELFRY_DEVICE BELFRY_INLINE void place_short(std::byte* to, std::uint32_t bytes,
 }
 
 // Serves what the lanes can read at once of one queue: at most 32 WQEs of one block each, up to
-// the first that is not for this path. `said` is the record's index; traced: seen at `seen_ns`.
+// the first that is not for this path.
 template <bool Traced>
-BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp, std::uint32_t id,
-                                             std::uint32_t slot, std::uint32_t said,
-                                             [[maybe_unused]] std::uint64_t seen_ns) {
+BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp,
+                                             std::uint32_t id) {
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
   Front& f = shared_of_cta().front[warp];
-  HotQp& q = f.qp[slot];
+  const std::uint32_t said = f.left.said;
+  HotQp& q = f.qp[f.left.slot];
   HotCq& cq = f.cq[q.cq];
   const std::uint32_t consumer = q.consumer;
   const std::uint32_t available = (said - consumer) & 0xffff;
@@ -897,13 +936,8 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
   [[maybe_unused]] CqeTimes times = {};
   if (asked != 0) {
     const std::uint32_t said_bytes = kind == Kind::add ? 8 : read ? bytes : 0;
-    if constexpr (Traced) {
-      times = write_cqes<true>(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
+    times = write_cqes<Traced>(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
                                said_bytes, lane);
-    } else {
-      write_cqes<false>(cq, q, f, asked, static_cast<std::uint32_t>(opcode), consumer + lane,
-                        said_bytes, lane);
-    }
     dirty = false;
   }
   if (lane == 0) {
@@ -916,7 +950,9 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
   }
   __syncwarp();
   if constexpr (Traced) {
-    record_trace(t, q.qpn, consumer, n, said, seen_ns, fetched_ns, moved_ns, times, lane);
+    if (lane == 0) trace_doorbell(t, q.qpn, said, f.left.seen_ns);
+    if (lane < n) trace_wqe(t, q.qpn, consumer + lane, fetched_ns, moved_ns, times);
+    __syncwarp();
   }
   return Served::some;
 }
@@ -938,111 +974,165 @@ BELFRY_DEVICE BELFRY_INLINE void copy_aligned(Board& board, std::uint32_t number
   __syncwarp();
 }
 
-// What most queues hold when a kernel waits for an answer: at most one WRITE, of a word inline or
-// of aligned memory, then at most one FETCH_ADD, by keys that are at hand. Little code of few
-// registers, since a warp that has waited runs it once: every instruction must be fetched, and
-// values that found no register would be read from far. False: it is something else, and nothing
-// was done.
-template <bool Traced>
-BELFRY_DEVICE BELFRY_INLINE bool serve_brief(const Tables& t, Board& board, Front& f,
-                                             std::uint32_t slot, std::uint32_t said,
-                                             [[maybe_unused]] std::uint64_t seen_ns) {
-  const std::uint32_t lane = this_lane();
-  HotQp& q = f.qp[slot];
-  HotCq& cq = f.cq[q.cq];
-  const std::uint32_t consumer = q.consumer;
-  const std::uint32_t available = (said - consumer) & 0xffff;
-  if (available > 2 || q.dirty || cq.failed || f.paced) return false;
-  const bool mine = lane < available;
+// ---- Brief queues ----
 
-  const auto [w0, w1, w2, w3] = mine ? load_block(q, consumer + lane) : Block{};
-  [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
+// Memory that a lane has found by a key once, as WQEs name it.
+struct Range {
+  std::uint64_t begin, bytes, delta;  // from an address to where it is mapped here
+  std::uint32_t key;                  // big-endian; 0: none
+
+  // Where the bytes are, or 0.
+  BELFRY_DEVICE BELFRY_INLINE std::uint64_t place(std::uint32_t wanted_key, std::uint64_t address,
+                                                  std::uint32_t count) const {
+    const std::uint64_t offset = address - begin;
+    return wanted_key == key && offset <= bytes && count <= bytes - offset ? address + delta : 0;
+  }
+};
+
+// What the front's cache knows of a key; nothing if it does not know it with these rights.
+BELFRY_DEVICE BELFRY_INLINE Range cached_range(const Front& f, std::uint32_t key_in_wqe,
+                                               std::uint32_t peer, std::uint32_t need) {
+  const Access a{true, mlx5::swap_bytes(key_in_wqe), peer, need, 0};
+  const KeyEntry& e = f.cache[cache_place(a)];
+  if (a.key == 0 || e.key != a.key || e.peer != peer || (e.access & need) != need) return {};
+  return {e.iova, e.bytes, e.pointer - e.iova, key_in_wqe};
+}
+
+// What a lane keeps in registers of its queue. `plain`: a queue that it may serve by itself, with
+// nothing under way and a CQ of its own.
+struct Own {
+  const std::uint32_t* record;
+  const std::byte* ring;
+  std::uint32_t mask, qpn, peer, consumer;
+  std::uint32_t room;  // CQEs that may be written before the consumer's index is read again
+  std::uint32_t zero;  // see begin_brief()
+  bool used, plain;
+  Range data, source, signal, result;
+};
+
+// What most queues hold when a kernel waits for an answer: at most one WRITE, of a word inline or
+// of aligned memory, then at most one FETCH_ADD, by keys that are at hand. One lane reads and
+// serves them, each lane its own queue: nothing is handed from lane to lane, and no value lies in
+// memory before the signal has left.
+struct Brief {
+  bool fits, adds, data, asked;
+  std::uint32_t bytes;  // of the WRITE; 0: there is none
+  std::uint64_t to, from, signal, result, operand;
+};
+
+BELFRY_DEVICE BELFRY_INLINE const Word16* block_at(const Own& own, std::uint32_t index) {
+  return reinterpret_cast<const Word16*>(own.ring + (index & own.mask) * std::uint64_t{64});
+}
+
+// Reads and checks one or two WQEs, and stores the payload if it is a word.
+template <bool Traced>
+BELFRY_DEVICE BELFRY_INLINE Brief begin_brief(const Front& f, Own& own, std::uint32_t available,
+                                              [[maybe_unused]] std::uint64_t& fetched_ns,
+                                              [[maybe_unused]] std::uint64_t& moved_ns) {
+  const std::uint32_t last = own.consumer + available - 1;
+  const Word16* const first_block = block_at(own, own.consumer);
+  const Word16* const last_block = block_at(own, last);
+  const Word16 w0 = load_word16(first_block), w1 = load_word16(first_block + 1),
+               w2 = load_word16(first_block + 2);
+  const Word16 a0 = load_word16(last_block), a1 = load_word16(last_block + 1),
+               a2 = load_word16(last_block + 2), a3 = load_word16(last_block + 3);
   if constexpr (Traced) {
-    if (__any_sync(all_lanes, w0.low == ~0ull)) return false;  // as in serve_fast()
+    if (w0.low == ~0ull || a0.low == ~0ull) return {};  // as in serve_fast()
     fetched_ns = now_ns();
   }
+  // Not before everything has been asked for: ptxas would use registers twice, and wait for one
+  // trip to memory before it begins the next.
+  const std::uint32_t after_all = low(a3.low) & own.zero;
   // The whole of a control segment's first half, its index and QPN among it.
-  const auto begins_as = [&](mlx5::Opcode opcode, std::uint32_t ds) {
-    const std::uint32_t index = (consumer + lane) & 0xffff;
-    return low(w0.low) == mlx5::be32(index << 8 | static_cast<std::uint32_t>(opcode)).raw &&
-           high(w0.low) == mlx5::be32(q.qpn << 8 | ds).raw;
+  const auto begins_as = [&](Word16 control, std::uint32_t index, mlx5::Opcode opcode,
+                             std::uint32_t ds) {
+    return (low(control.low) ^ after_all) ==
+               mlx5::be32((index & 0xffff) << 8 | static_cast<std::uint32_t>(opcode)).raw &&
+           high(control.low) == mlx5::be32(own.qpn << 8 | ds).raw;
   };
-  const std::uint64_t remote_address = mlx5::swap_bytes(w1.low);
-  const std::uint32_t first = mlx5::swap_bytes(low(w2.low));
-  const bool adds = begins_as(mlx5::Opcode::fetch_add, 4) && mlx5::swap_bytes(low(w3.low)) == 8 &&
-                    lane + 1 == available;  // the last one
-  const bool writes = begins_as(mlx5::Opcode::rdma_write, 3) && lane == 0;
-  const bool data = writes && first != 0 && first <= team_bytes;
-  const bool word =
-      writes && (first == (8 | mlx5::inline_flag) || first == (4 | mlx5::inline_flag));
-  const std::uint32_t bytes = adds ? 8 : first & ~mlx5::inline_flag;
-  const std::uint32_t rkey = mlx5::swap_bytes(low(w1.high));
-  std::byte* const remote = cached(
-      f, {mine, rkey, q.peer, adds ? access::remote_atomic : access::remote_write, remote_address},
-      bytes);
-  std::byte* const local =
-      cached(f,
-             {mine && !word, mlx5::swap_bytes(high(adds ? w3.low : w2.low)), 0,
-              adds ? access::local_write : 0, mlx5::swap_bytes(adds ? w3.high : w2.high)},
-             bytes);
+  Brief b = {};
+  const bool writes = begins_as(w0, own.consumer, mlx5::Opcode::rdma_write, 3);
+  b.adds = begins_as(a0, last, mlx5::Opcode::fetch_add, 4) && low(a3.low) == mlx5::be32(8).raw;
+  b.asked = asks_for_cqe(a0);
+  const std::uint32_t size = mlx5::swap_bytes(low(w2.low));
+  const bool word = writes && (size == (8 | mlx5::inline_flag) || size == (4 | mlx5::inline_flag));
+  b.data = writes && size - 1 < team_bytes;
+  b.bytes = writes ? size & ~mlx5::inline_flag : 0;
+  const std::uint32_t data_key = low(w1.high), source_key = high(w2.low);
+  const std::uint32_t signal_key = low(a1.high), result_key = high(a3.low);
+  if ((writes && data_key != own.data.key) || (b.data && source_key != own.source.key) ||
+      (b.adds && (signal_key != own.signal.key || result_key != own.result.key))) [[unlikely]] {
+    if (writes) own.data = cached_range(f, data_key, own.peer, access::remote_write);
+    if (b.data) own.source = cached_range(f, source_key, 0, 0);
+    if (b.adds) {
+      own.signal = cached_range(f, signal_key, own.peer, access::remote_atomic);
+      own.result = cached_range(f, result_key, 0, access::local_write);
+    }
+  }
+  b.to = own.data.place(data_key, mlx5::swap_bytes(w1.low), b.bytes);
+  b.from = own.source.place(source_key, mlx5::swap_bytes(w2.high), b.bytes);
+  b.signal = own.signal.place(signal_key, mlx5::swap_bytes(a1.low), 8);
+  b.result = own.result.place(result_key, mlx5::swap_bytes(a3.high), 8);
+  b.operand = mlx5::swap_bytes(a2.low);
   // What is atomic is aligned to its size, other memory as copy_aligned() would have it.
-  const auto places = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(remote) |
-                                                 reinterpret_cast<std::uintptr_t>(local));
-  const bool aligned = data ? ((places | bytes) & 15) == 0 : (places & (bytes - 1)) == 0;
-  const bool fits =
-      (adds || data || word) && aligned && remote != nullptr && (word || local != nullptr);
-  if (!__all_sync(all_lanes, !mine || fits)) return false;
-  const bool signalled = asks_for_cqe(w0);
-  const std::uint32_t asked = __ballot_sync(all_lanes, mine && signalled);
-  if (asked != 0 && cq_room(cq, count_of(asked), lane) < count_of(asked)) return false;
-
-  if constexpr (Traced) moved_ns = now_ns();
-  if (__any_sync(all_lanes, mine && data)) {
-    copy_aligned(board, f.warp, from_lane(remote, 0), from_lane(local, 0), from_lane(bytes, 0),
-                 lane);
-  } else if (mine && word) {
+  const bool write_fits =
+      b.to != 0 && ((word && (low(b.to) & (b.bytes - 1)) == 0) ||
+                    (b.data && b.from != 0 && ((low(b.to) | low(b.from) | b.bytes) & 15) == 0));
+  const bool add_fits =
+      b.signal != 0 && b.result != 0 && ((low(b.signal) | low(b.result)) & 7) == 0;
+  b.fits = available == 1 ? (writes && write_fits) || (b.adds && add_fits)
+                          : writes && write_fits && b.adds && add_fits && !asks_for_cqe(w0);
+  b.fits = b.fits && (!b.asked || own.room != 0);
+  if (b.fits && word) {
     const std::uint64_t value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
-    if (bytes == 8) {
-      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(remote), value);
+    if (b.bytes == 8) {
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.to), value);
     } else {
-      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(remote), low(value));
+      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(b.to), low(value));
     }
   }
-  const bool adding = __any_sync(all_lanes, mine && adds);
-  __syncwarp();
-  if (mine && adds) {
+  if constexpr (Traced) moved_ns = now_ns();
+  return b;
+}
+
+// The signal, the CQE, and what the rest of the front must know.
+template <bool Traced>
+BELFRY_DEVICE BELFRY_INLINE void end_brief(const Tables& t, Front& f, Own& own, HotQp& q,
+                                           const Brief& b, std::uint32_t available,
+                                           [[maybe_unused]] std::uint64_t fetched_ns,
+                                           [[maybe_unused]] std::uint64_t moved_ns) {
+  if (b.adds) {
     // What was written before it, by whichever lane, is visible before the atomic is.
-    if (available == 2) fence<Order::acq_rel, Scope::system>();
+    if (b.bytes != 0) fence<Order::acq_rel, Scope::system>();
     const std::uint64_t found = fetch_add<Order::relaxed, Scope::system>(
-        reinterpret_cast<std::uint64_t*>(remote), mlx5::swap_bytes(w2.low));
-    store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(local), found);
+        reinterpret_cast<std::uint64_t*>(b.signal), b.operand);
+    store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.result), found);
   }
-  __syncwarp();
   [[maybe_unused]] CqeTimes times = {};
-  if (asked != 0) {
+  const std::uint32_t last = own.consumer + available - 1;
+  if (b.asked) {
+    HotCq& cq = f.cq[q.cq];
     const auto opcode =
-        static_cast<std::uint32_t>(adds ? mlx5::Opcode::fetch_add : mlx5::Opcode::rdma_write);
-    if constexpr (Traced) {
-      times = write_cqes<true>(cq, q, f, asked, opcode, consumer + lane, adds ? 8 : 0, lane);
-    } else {
-      write_cqes<false>(cq, q, f, asked, opcode, consumer + lane, adds ? 8 : 0, lane);
+        static_cast<std::uint32_t>(b.adds ? mlx5::Opcode::fetch_add : mlx5::Opcode::rdma_write);
+    times = write_cqe<Traced>(cq, q, cq.produced, opcode, last, b.adds ? 8 : 0);
+    count_cqes(cq, 1);
+    --own.room;
+  }
+  own.consumer = (last + 1) & 0xffff;
+  q.consumer = static_cast<std::uint16_t>(own.consumer);
+  q.backlog = false;
+  // Results of atomics lie here, and only a CQE, which fences, tells of them.
+  if (!b.asked && !b.adds) {
+    q.dirty = true;
+    q.dirty_rkey = mlx5::swap_bytes(own.data.key);
+    own.plain = false;
+  }
+  if constexpr (Traced) {
+    for (std::uint32_t i = 0; i < available; ++i) {
+      trace_wqe(t, own.qpn, last + 1 - available + i, fetched_ns, moved_ns,
+                i + 1 == available ? times : CqeTimes{});
     }
   }
-  const std::uint32_t total = __reduce_add_sync(all_lanes, mine ? bytes : 0);
-  if (lane == 0) {
-    q.consumer = static_cast<std::uint16_t>(consumer + available);
-    // As in serve_fast(): results lie here, and only a CQE tells of them.
-    q.dirty = asked == 0 && !adding;
-    q.dirty_rkey = rkey;
-    q.backlog = false;
-    f.count.wqes += available;
-    f.count.bytes += total;
-  }
-  __syncwarp();
-  if constexpr (Traced) {
-    record_trace(t, q.qpn, consumer, available, said, seen_ns, fetched_ns, moved_ns, times, lane);
-  }
-  return true;
 }
 
 // The movers of all CTAs have copied a large WRITE or READ.
@@ -1099,13 +1189,14 @@ BELFRY_DEVICE void read_home(const Tables& t, Front& f, HotQp& q) {
 }
 
 // One turn of the engine by lane 0; the other lanes copy for it.
-BELFRY_DEVICE __noinline__ void serve_general(const Tables& t, Front& f, std::uint32_t slot,
-                                              std::uint64_t pass, std::uint32_t lane) {
+BELFRY_DEVICE __noinline__ void serve_general(const Tables& t, std::uint32_t warp) {
+  const std::uint32_t lane = this_lane();
+  Front& f = shared_of_cta().front[warp];
   Help& help = f.help;
   if (lane == 0) {
-    HotQp& q = f.qp[slot];
+    HotQp& q = f.qp[f.left.slot];
     write_back(t, f, q);
-    DeviceEnv env{t, f.count, help, f.random_state, pass};
+    DeviceEnv env{t, f.count, help, f.random_state, f.pass};
     serve_queue(env, static_cast<EngineQp&>(t.qps[q.index]), f.faulty ? turn_wqes : 1);
     read_home(t, f, q);
     q.dirty = true;  // long payloads were copied without a fence, and to any registration
@@ -1122,6 +1213,43 @@ BELFRY_DEVICE __noinline__ void serve_general(const Tables& t, Front& f, std::ui
   }
   __syncwarp();
   if (lane == 0) help.over = 0;
+  __syncwarp();
+}
+
+// Serves what is not for fronts, one queue at a time. A warp of its own: what a function calls has
+// its registers set apart from the function's, and this one's calls need most of them.
+BELFRY_DEVICE __noinline__ void run_clerk(const Tables& t) {
+  Board& board = shared_of_cta().board;
+  for (;;) {
+    // Acquire: what the front left behind.
+    const std::uint32_t waiting = from_lane(load<Order::acquire, Scope::block>(&board.clerk), 0);
+    __syncwarp();
+    if (waiting == 0) {
+      if (__any_sync(all_lanes, stopped(board))) return;
+      give_way(clerk_rest_ns);
+      continue;
+    }
+    const std::uint32_t warp = first_of(waiting);
+    serve_general(t, warp);
+    // Release: what was done for the front.
+    fence<Order::acq_rel, Scope::block>();
+    __syncwarp();
+    if (this_lane() == 0) atomicAnd_block(&board.clerk, ~(1u << warp));
+    __syncwarp();
+  }
+}
+
+// Hands the queue of `left` to the clerk, and waits until it has been served or the kernel is to
+// end.
+BELFRY_DEVICE BELFRY_INLINE void ask_clerk(Board& board, std::uint32_t warp) {
+  fence<Order::acq_rel, Scope::block>();
+  __syncwarp();
+  if (this_lane() == 0) atomicOr_block(&board.clerk, 1u << warp);
+  __syncwarp();
+  while (from_lane(load<Order::acquire, Scope::block>(&board.clerk), 0) >> warp & 1) {
+    if (__any_sync(all_lanes, stopped(board))) break;
+    give_way(clerk_rest_ns);
+  }
   __syncwarp();
 }
 
@@ -1312,84 +1440,129 @@ BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::
   return said != q.consumer;
 }
 
-// Why a front leaves its inner loop. That calls nothing and is called itself: a call in it, or in a
-// function that it is part of, would have its values kept in local memory, which is slow behind
-// every acquire.
-enum class Need { end, note, check, fast };
 constexpr std::uint32_t turns_per_check = 1024;
-
-// What the inner loop leaves behind: how many turns it made, which queue is to be served otherwise,
-// how far its record goes and when that was seen, and where the next turn begins.
-struct Left {
-  Need need;
-  std::uint32_t turns, slot, said, next;
-  std::uint64_t seen_ns;
-};
 
 // Serves the queues of a front as long as they are brief.
 template <bool Traced>
-BELFRY_DEVICE __noinline__ Left serve_brief_queues(const Tables& t, std::uint32_t warp,
-                                                   std::uint32_t id, std::uint32_t epoch,
-                                                   std::uint32_t next) {
+BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_t warp,
+                                                   std::uint32_t id, std::uint32_t epoch) {
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
   Front& f = shared_of_cta().front[warp];
-  // What the turns that find nothing need of this lane's QP.
-  bool used = false, plain = false;
-  const std::uint32_t* record = nullptr;
-  std::uint32_t consumer = 0;
+  std::uint32_t next = f.left.next;
+  Own own = {};
+  bool all_plain = true, none_used = true;  // of the queues in use
   const auto refresh = [&] {
     const HotQp& q = f.qp[lane];
-    used = (f.valid >> lane & 1) != 0;
-    plain = used && f.poll_records && !f.faulty && q.state == QpState::rts && !q.in_hand &&
-            !q.copying && !q.wants_job;
-    record = used ? &q.record->send.raw : nullptr;
-    consumer = q.consumer;
+    const HotCq& cq = f.cq[q.cq];
+    own.used = (f.valid >> lane & 1) != 0;
+    // Lanes that share a CQ would both count its entries.
+    const bool alone =
+        __match_any_sync(all_lanes, own.used ? std::uint32_t{q.cq} : lanes + lane) == 1u << lane;
+    own.plain = own.used && f.poll_records && !f.faulty && !f.paced && q.state == QpState::rts &&
+                !q.in_hand && !q.copying && !q.wants_job && !q.dirty && !cq.failed && alone;
+    own.record = own.used ? &q.record->send.raw : nullptr;
+    own.ring = q.ring;
+    own.mask = q.mask;
+    own.qpn = q.qpn;
+    own.peer = q.peer;
+    own.consumer = q.consumer;
+    own.room = cq.ignore_overrun
+                   ? ~0u
+                   : (1u << cq.log2_depth) - ((cq.produced - cq.consumer_seen) & 0xffffff);
+    own.zero = f.zero;
+    all_plain = __all_sync(all_lanes, own.plain || !own.used);
+    none_used = !__any_sync(all_lanes, own.used);
   };
   refresh();
-  for (std::uint32_t turns = 1;; ++turns) {
-    // A front with a job takes note when the job is done, and starts nothing until then: the answer
-    // to a command means that nobody uses what it took away.
-    const std::uint32_t now = from_lane(load<Order::relaxed, Scope::block>(&board.epoch), 0);
-    const bool draining = now != epoch;
-    if (draining && now == stop_epoch) return {Need::end, turns, 0, 0, next, 0};
-    if (draining && f.job_busy == 0) return {Need::note, turns, 0, 0, next, 0};
-    if (turns == turns_per_check) return {Need::check, turns, 0, 0, next, 0};
-    if (f.valid == 0) {
-      give_way(empty_front_rest_ns);
+  std::uint32_t turns = 1;
+  const auto leave = [&](Need need, std::uint32_t slot, std::uint32_t said, std::uint64_t seen_ns) {
+    __syncwarp();
+    if (lane == 0) {
+      f.pass += turns;
+      f.left = {need, slot, said, next, seen_ns};
+    }
+    __syncwarp();
+  };
+  for (;; ++turns) {
+    // What is rare comes first: between a record's new index and its WQEs nothing else is looked
+    // at.
+    const std::uint32_t now = peek(board.epoch);
+    bool draining = false;
+    if (__any_sync(all_lanes, now != epoch || turns == turns_per_check)) [[unlikely]] {
+      // A front with a job takes note when the job is done, and starts nothing until then: the
+      // answer to a command means that nobody uses what it took away.
+      const std::uint32_t seen = from_lane(now, 0);
+      draining = seen != epoch;
+      if (draining && seen == stop_epoch) return leave(Need::end, 0, 0, 0);
+      if (draining && f.job_busy == 0) return leave(Need::note, 0, 0, 0);
+      if (turns == turns_per_check) return leave(Need::check, 0, 0, 0);
+    }
+    // Acquire: the WQEs were written before the record was.
+    std::uint32_t said = own.consumer;
+    if (own.plain && !draining) {
+      said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(own.record)) & 0xffff;
+    }
+    bool work = said != own.consumer;
+    if (!all_plain) {
+      if (own.used && !own.plain && (!draining || f.qp[lane].copying)) {
+        work = look(t, f, f.qp[lane], id, said);
+      }
+      __syncwarp();
+    }
+    if (!__any_sync(all_lanes, work)) {
+      if (none_used) give_way(empty_front_rest_ns);
       continue;
     }
-    bool work = false;
-    std::uint32_t said = 0;
-    if (plain && !draining) {
-      // Acquire: the WQEs were written before the record was.
-      said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(record)) & 0xffff;
-      work = said != consumer;
-    } else if (used && (!draining || f.qp[lane].copying)) {
-      work = look(t, f, f.qp[lane], id, said);
-    }
-    std::uint32_t mask = __ballot_sync(all_lanes, work);
-    if (mask == 0) continue;
     std::uint64_t seen_ns = 0;
     if constexpr (Traced) seen_ns = now_ns();
+
+    const std::uint32_t available = (said - own.consumer) & 0xffff;
+    Brief brief = {};
+    [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
+    if (work && own.plain && available <= 2) {
+      brief = begin_brief<Traced>(f, own, available, fetched_ns, moved_ns);
+    }
+    for (std::uint32_t rest = __ballot_sync(all_lanes, brief.fits && brief.data); rest != 0;
+         rest &= rest - 1) {
+      const std::uint32_t slot = first_of(rest);
+      copy_aligned(board, f.warp, from_lane(reinterpret_cast<std::byte*>(brief.to), slot),
+                   from_lane(reinterpret_cast<const std::byte*>(brief.from), slot),
+                   from_lane(brief.bytes, slot), lane);
+    }
+    if (brief.fits) {
+      if constexpr (Traced) trace_doorbell(t, own.qpn, said, seen_ns);
+      end_brief<Traced>(t, f, own, f.qp[lane], brief, available, fetched_ns, moved_ns);
+    }
     __syncwarp();
+    const std::uint32_t served = __ballot_sync(all_lanes, brief.fits);
+    if (served != 0) {
+      const std::uint32_t wqes = __reduce_add_sync(all_lanes, brief.fits ? available : 0);
+      const std::uint32_t bytes =
+          __reduce_add_sync(all_lanes, brief.fits ? brief.bytes + (brief.adds ? 8 : 0) : 0);
+      const std::uint32_t cqes = count_of(__ballot_sync(all_lanes, brief.fits && brief.asked));
+      all_plain = __all_sync(all_lanes, own.plain || !own.used);
+      if (lane == 0) {
+        f.count.wqes += wqes;
+        f.count.bytes += bytes;
+        f.count.cqes += cqes;
+      }
+      __syncwarp();
+    }
+
+    std::uint32_t mask = __ballot_sync(all_lanes, work && !brief.fits);
+    if (mask == 0) continue;
     const std::uint32_t first_turn = next;
     do {
       const std::uint32_t later = mask & ~below(next);
       const std::uint32_t slot = first_of(later != 0 ? later : mask);
       mask &= ~(1u << slot);
       next = slot + 1;
-      HotQp& q = f.qp[slot];
-      if (q.copying) {
-        finish_job(f, slot, lane);
-        continue;
-      }
-      const std::uint32_t until = from_lane(said, slot);
       // The queues that are left are found again.
-      if (q.state != QpState::rts || f.faulty || q.in_hand ||
-          !serve_brief<Traced>(t, board, f, slot, until, seen_ns)) {
-        return {Need::fast, turns, slot, until, next, seen_ns};
+      if (!f.qp[slot].copying) {
+        return leave(Need::fast, slot, from_lane(said, slot), seen_ns);
       }
+      finish_job(f, slot, lane);
     } while (mask != 0);
     // The next turn begins behind the QP that this one began with.
     next = first_turn + 1 < lanes ? first_turn + 1 : 0;
@@ -1402,34 +1575,29 @@ BELFRY_DEVICE __noinline__ void run_front(const Tables& t, std::uint32_t warp, s
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
   Front& f = shared_of_cta().front[warp];
-  std::uint32_t epoch = 0, next = 0;
-  std::uint64_t pass = 0;
+  std::uint32_t epoch = 0;
   for (;;) {
-    const Left left = serve_brief_queues<Traced>(t, warp, id, epoch, next);
-    __syncwarp();
-    pass += left.turns;
-    next = left.next;
-    switch (left.need) {
+    serve_brief_queues<Traced>(t, warp, id, epoch);
+    switch (f.left.need) {
       case Need::end: return;
       case Need::note:
         // Acquire: the command stands before the epoch.
         epoch = from_lane(load<Order::acquire, Scope::block>(&board.epoch), 0);
         __syncwarp();
         if (epoch == stop_epoch) return;
-        take_note(t, f, id, epoch, pass, lane);
+        take_note(t, f, id, epoch, f.pass, lane);
         break;
       case Need::check:
         if (f.strict && (f.valid >> lane & 1) != 0 && f.qp[lane].doorbell != nullptr) {
-          check_rings(t, f, f.qp[lane], pass);
+          check_rings(t, f, f.qp[lane], f.pass);
         }
         __syncwarp();
         break;
       case Need::fast: {
-        const HotQp& q = f.qp[left.slot];
+        const HotQp& q = f.qp[f.left.slot];
         if (q.state != QpState::rts || f.faulty || q.in_hand ||
-            serve_fast<Traced>(t, warp, id, left.slot, left.said, left.seen_ns) ==
-                Served::general) {
-          serve_general(t, f, left.slot, pass, lane);
+            serve_fast<Traced>(t, warp, id) == Served::general) {
+          ask_clerk(board, warp);
         }
         break;
       }
@@ -1581,8 +1749,10 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
     }
     __syncwarp();
     run_front<Traced>(t, warp, id);
-  } else if (warp + 1 < warps) {
+  } else if (warp + 2 < warps) {
     run_mover(t, warp);
+  } else if (warp + 1 < warps) {
+    run_clerk(t);
   } else if (lane == 0) {
     run_scout(t);
   }
