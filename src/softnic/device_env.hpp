@@ -14,11 +14,15 @@ namespace belfry::softnic::kernel {
 inline constexpr std::uint32_t lanes = 32;
 inline constexpr std::uint32_t all_lanes = 0xffffffffu;
 
-// A CTA's warps: fronts, which own QPs; movers, which copy for them; one scout, which looks at
-// everything outside the CTA that is not a queue. Fronts poll nothing but their queues.
+// A CTA's warps: fronts, which own QPs; movers, which copy for them; a clerk, which serves by the
+// engine's general code what fronts leave to it; one scout, which looks at everything outside the
+// CTA that is not a queue. Fronts poll nothing but their queues.
 inline constexpr std::uint32_t max_fronts_per_cta = 4;
-// One bit of a 64-bit word each, since any warp of the grid must find the jobs of all by one load.
-inline constexpr std::uint32_t max_fronts = 64;
+inline constexpr std::uint32_t max_ctas = 64;
+// Two: a queue's next large copy begins while the last chunks of the one before are under way. One
+// bit of a 64-bit word each, since any warp of the grid must find the jobs of all by one load.
+inline constexpr std::uint32_t jobs_per_front = 2;
+inline constexpr std::uint32_t max_fronts = 64 / jobs_per_front;
 inline constexpr std::uint32_t max_warps = 16;
 inline constexpr std::uint32_t slots_per_front = lanes;  // QPs of one front: a lane polls each
 
@@ -132,12 +136,12 @@ struct Tables {
   KeyEntry* keys;      // [max_keys]
   KeyEntry* imports;   // [max_peers][max_keys]
   std::byte* staging;  // [fronts][staging_bytes]
-  GridJob* jobs;       // [fronts]
+  GridJob* jobs;       // [fronts][jobs_per_front]
   Counters* counters;  // [fronts]
   EngineOptions* options;
   Command* command;
   Reply* reply;
-  std::uint64_t* grid_active;  // a bit per front with a job that has chunks left
+  std::uint64_t* grid_active;  // a bit per job that has chunks left
   std::uint64_t* link_free;    // pacing: when the link has sent what it was given
   std::uint32_t* epoch;        // moves with every command
   std::uint32_t* seen_epoch;   // [fronts], the last epoch each took note of
@@ -196,6 +200,32 @@ BELFRY_DEVICE BELFRY_INLINE void copy_units(std::byte* to, const std::byte* from
   for (; i < units; i += lanes) out[i] = in[i];
 }
 
+// One round of a copy by a warp: up to Deep units of 16 bytes a lane, all read before the first is
+// written.
+template <std::uint32_t Deep>
+BELFRY_DEVICE BELFRY_INLINE void copy_round(std::byte* to, const std::byte* from,
+                                            std::uint32_t units, std::uint32_t lane) {
+  constexpr std::uint32_t stride = lanes * 16;
+  to += lane * 16;
+  from += lane * 16;
+  uint4 v[Deep];
+  if (units >= Deep * lanes) {
+#pragma unroll
+    for (std::uint32_t k = 0; k < Deep; ++k) v[k] = read16(from + k * stride);
+#pragma unroll
+    for (std::uint32_t k = 0; k < Deep; ++k) write16(to + k * stride, v[k]);
+    return;
+  }
+#pragma unroll
+  for (std::uint32_t k = 0; k < Deep; ++k) {
+    if (k * lanes + lane < units) v[k] = read16(from + k * stride);
+  }
+#pragma unroll
+  for (std::uint32_t k = 0; k < Deep; ++k) {
+    if (k * lanes + lane < units) write16(to + k * stride, v[k]);
+  }
+}
+
 // Copies with the lanes of a warp. 8 or 4 aligned bytes arrive in one store; nothing is fenced.
 BELFRY_DEVICE inline void copy_by_warp(std::byte* to, const std::byte* from, std::uint64_t bytes,
                                        std::uint32_t lane) {
@@ -207,36 +237,19 @@ BELFRY_DEVICE inline void copy_by_warp(std::byte* to, const std::byte* from, std
     to += head;
     from += head;
     bytes -= head;
-    std::uint64_t units = bytes / 16;
     const std::uint32_t tail = static_cast<std::uint32_t>(bytes) & 15;
     if (lane < tail) {
-      const std::uint64_t at = units * 16 + lane;
+      const std::uint64_t at = bytes - tail + lane;
       to[at] = *const_cast<const volatile std::byte*>(from + at);
     }
     constexpr std::uint32_t deep = 8;
-    constexpr std::uint64_t stride = lanes * 16;
-    to += lane * 16;
-    from += lane * 16;
-#pragma unroll 1
-    for (; units >= deep * lanes; units -= deep * lanes) {
-      uint4 v[deep];
-#pragma unroll
-      for (std::uint32_t k = 0; k < deep; ++k) v[k] = read16(from + k * stride);
-#pragma unroll
-      for (std::uint32_t k = 0; k < deep; ++k) write16(to + k * stride, v[k]);
-      to += deep * stride;
-      from += deep * stride;
-    }
     // The rest in one round too: a second one would cost its latency again.
-    const auto rest = static_cast<std::uint32_t>(units);
-    uint4 v[deep];
-#pragma unroll
-    for (std::uint32_t k = 0; k < deep; ++k) {
-      if (k * lanes + lane < rest) v[k] = read16(from + k * stride);
-    }
-#pragma unroll
-    for (std::uint32_t k = 0; k < deep; ++k) {
-      if (k * lanes + lane < rest) write16(to + k * stride, v[k]);
+#pragma unroll 1
+    for (std::uint64_t done = 0; done + 16 <= bytes; done += deep * lanes * 16) {
+      const std::uint64_t units = (bytes - done) / 16;
+      copy_round<deep>(to + done, from + done,
+                       units < deep * lanes ? static_cast<std::uint32_t>(units) : deep * lanes,
+                       lane);
     }
     return;
   }

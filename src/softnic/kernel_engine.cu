@@ -34,13 +34,14 @@ struct TeamJob {
   std::uint64_t bytes;
 };
 
-constexpr std::uint32_t mover_rest_ns = 40;
+constexpr std::uint32_t mover_rest_ns = 20;
 
 BELFRY_DEVICE BELFRY_INLINE std::uint32_t log2_team_chunk(std::uint64_t bytes) {
   return bytes <= 32768 ? 11 : 12;
 }
 constexpr std::uint32_t empty_front_rest_ns = 400;
 constexpr std::uint32_t clerk_rest_ns = 100;
+constexpr std::uint32_t all_jobs = (1u << jobs_per_front) - 1;
 
 struct Board {
   std::uint32_t stop;
@@ -72,13 +73,20 @@ struct HotQp {
   bool in_hand;  // the general code holds a WQE that takes more turns
   bool ringing;  // rung, and the record has not followed
   bool suspect_reported;
-  bool backlog;  // the last batch left WQEs behind
-  // A grid job under way, and what its completion will say.
-  bool copying, wants_job, job_signalled;
-  std::uint8_t job_opcode;
-  std::uint32_t job_chunks, job_cqe_bytes;
-  std::uint64_t job_bytes;
-  std::int64_t job_due;  // by this SM's clock
+  bool backlog;            // the last batch left WQEs behind
+  bool wants_job;          // a large copy waits for a job
+  std::uint8_t jobs;       // under way, for the WQEs from `consumer` on
+  std::uint8_t first_job;  // the oldest of them
+};
+
+// A grid job under way, and what its completion will say.
+struct FrontJob {
+  std::uint64_t bytes;
+  std::int64_t due;  // by this SM's clock
+  std::uint32_t chunks;
+  std::uint32_t cqe_bytes;
+  std::uint8_t opcode;
+  bool signalled;
 };
 
 struct HotCq {
@@ -101,20 +109,38 @@ struct Left {
   std::uint64_t seen_ns;
 };
 
+// Memory that a queue's WQEs have named by a key before.
+struct alignas(16) Range {
+  std::uint64_t begin, bytes, delta;  // from an address to where it is mapped here
+  std::uint32_t key;                  // as in a WQE; 0: none
+
+  // Where the bytes are, or 0.
+  BELFRY_DEVICE BELFRY_INLINE std::uint64_t place(std::uint32_t wanted_key, std::uint64_t address,
+                                                  std::uint32_t count) const {
+    const std::uint64_t offset = address - begin;
+    return wanted_key == key && offset <= bytes && count <= bytes - offset ? address + delta : 0;
+  }
+};
+struct Ranges {
+  Range data, source, signal, result;
+};
+
 struct Front {
   static constexpr std::uint32_t cached_keys = 32;  // here, and of peers
   HotQp qp[slots_per_front];
   HotCq cq[slots_per_front];
   KeyEntry cache[2 * cached_keys];
+  FrontJob job[jobs_per_front];
+  Ranges ranges[slots_per_front];
   Help help;
   Counters count;
   std::uint64_t random_state;
-  std::uint32_t valid;     // slots in use
-  std::uint32_t warp;      // of its CTA: the number of its team job
-  std::uint32_t job_busy;  // its grid job is under way
-  std::uint32_t zero;      // which the compiler does not know
-  std::uint64_t pass;      // turns so far
-  Left left;               // why the inner loop was left
+  std::uint32_t valid;      // slots in use
+  std::uint32_t warp;       // of its CTA: the number of its team job
+  std::uint32_t busy_jobs;  // a bit each
+  std::uint32_t zero;       // which the compiler does not know
+  std::uint64_t pass;       // turns so far
+  Left left;                // why the inner loop was left
   bool strict, faulty, poll_records;
   bool paced, ordered_writes;  // as the tables say, which functions that are called read from far
   std::uint64_t patience_ns;
@@ -182,6 +208,10 @@ BELFRY_DEVICE BELFRY_INLINE T peek(const T& word) {
   return *const_cast<const volatile T*>(&word);
 }
 
+BELFRY_DEVICE BELFRY_INLINE Range peek_range(const Range& range) {
+  return {peek(range.begin), peek(range.bytes), peek(range.delta), peek(range.key)};
+}
+
 BELFRY_DEVICE BELFRY_INLINE bool stopped(const Board& board) { return peek(board.stop) != 0; }
 
 // Every lane fences, though one instruction serves all: release is of the thread that then stores,
@@ -195,38 +225,38 @@ BELFRY_DEVICE BELFRY_INLINE void release_all() {
 // ---- Copies that movers share ----
 
 // Chunks begin at multiples of their size in the target's address, so that a copy with an odd
-// start has one odd chunk at each end and none between.
+// start has one odd chunk at each end and none between. Chunks have 8 KiB at most.
 BELFRY_DEVICE BELFRY_INLINE void copy_chunk(std::byte* to, const std::byte* from,
                                             std::uint64_t bytes, std::uint64_t chunk,
                                             std::uint64_t number, std::uint32_t lane) {
   const std::uint64_t skew = reinterpret_cast<std::uintptr_t>(to) & 15;
   const std::uint64_t begin = number == 0 ? 0 : number * chunk - skew;
   const std::uint64_t end = (number + 1) * chunk - skew;
-  copy_by_warp(to + begin, from + begin, (end < bytes ? end : bytes) - begin, lane);
+  const std::uint64_t count = (end < bytes ? end : bytes) - begin;
+  to += begin;
+  from += begin;
+  const auto all = static_cast<std::uint32_t>(reinterpret_cast<std::uintptr_t>(to) |
+                                              reinterpret_cast<std::uintptr_t>(from) | count);
+  if ((all & 15) != 0) {
+    copy_by_warp(to, from, count, lane);
+  } else if (count <= 4 * lanes * 16) {
+    copy_round<4>(to, from, static_cast<std::uint32_t>(count) / 16, lane);
+  } else {
+    constexpr std::uint32_t deep = 8;
+#pragma unroll 1
+    for (auto units = static_cast<std::uint32_t>(count) / 16;;) {
+      copy_round<deep>(to, from, units, lane);
+      if (units <= deep * lanes) break;
+      units -= deep * lanes;
+      to += deep * lanes * 16;
+      from += deep * lanes * 16;
+    }
+  }
 }
 BELFRY_DEVICE BELFRY_INLINE std::uint64_t chunks_of(const std::byte* to, std::uint64_t bytes,
                                                     std::uint32_t log2_chunk) {
   const std::uint64_t skew = reinterpret_cast<std::uintptr_t>(to) & 15;
   return (skew + bytes + (1ull << log2_chunk) - 1) >> log2_chunk;
-}
-
-// Takes and copies one chunk; false when there was none. Who takes the last one clears the job's
-// bit before the job can be over, and so before it can be set again.
-BELFRY_DEVICE bool help_team(Board& board, std::uint32_t number, std::uint32_t lane) {
-  TeamJob& job = board.team[number];
-  std::uint32_t word = 0;
-  // Acquire: the job's fields were written before its word was.
-  if (lane == 0) word = fetch_add<Order::acquire, Scope::block>(&job.word, 1u);
-  word = from_lane(word, 0);
-  __syncwarp();  // hands the acquire to the other lanes: shuffles order no memory
-  const std::uint32_t index = word & 0xffff, chunks = word >> 16;
-  if (index >= chunks) return false;
-  if (lane == 0 && index + 1 == chunks) atomicAnd_block(&board.active, ~(1u << number));
-  copy_chunk(job.to, job.from, job.bytes, job.chunk, index, lane);
-  __syncwarp();
-  // Release: the lanes' stores, for the front's fence.
-  if (lane == 0) fetch_add<Order::release, Scope::block>(&job.done, 1u);
-  return true;
 }
 
 // Hands a copy to the movers of the CTA.
@@ -240,7 +270,8 @@ BELFRY_DEVICE BELFRY_INLINE std::uint32_t post_team(Board& board, std::uint32_t 
   job.bytes = bytes;
   job.chunk = 1u << log2_chunk;
   job.done = 0;
-  store<Order::release, Scope::block>(&job.word, chunks << 16);
+  fence<Order::release, Scope::block>();
+  *const_cast<volatile std::uint32_t*>(&job.word) = chunks << 16;
   atomicOr_block(&board.active, 1u << number);
   return chunks;
 }
@@ -248,10 +279,10 @@ BELFRY_DEVICE BELFRY_INLINE std::uint32_t post_team(Board& board, std::uint32_t 
 // Until the movers have copied so many chunks of it, or the kernel is to end.
 BELFRY_DEVICE BELFRY_INLINE void await_team(const Board& board, std::uint32_t number,
                                             std::uint32_t chunks) {
-  // Acquire: the movers' stores, which this warp's next fence then covers.
-  while (load<Order::acquire, Scope::block>(&board.team[number].done) != chunks &&
-         !stopped(board)) {
+  while (peek(board.team[number].done) != chunks && !stopped(board)) {
   }
+  // Acquire: the movers' stores, which this warp's next fence then covers.
+  fence<Order::acquire, Scope::block>();
 }
 
 // The front's part: a short copy by itself, a longer one with its CTA; returns when it is done.
@@ -274,7 +305,7 @@ BELFRY_DEVICE BELFRY_INLINE void copy_by_front(Board& board, std::uint32_t numbe
     if (!alone) {
       std::uint32_t index = 0;
       if (lane == 0) {
-        index = fetch_add<Order::relaxed, Scope::block>(&job.word, 1u) & 0xffff;
+        index = atomicAdd_block(&job.word, 1u) & 0xffff;
         if (index + 1 == chunks) atomicAnd_block(&board.active, ~(1u << number));
       }
       index = from_lane(index, 0);
@@ -302,78 +333,107 @@ BELFRY_DEVICE BELFRY_INLINE void report_chunks(const Tables& t, std::uint32_t jo
   chunks = 0;
 }
 
-BELFRY_DEVICE BELFRY_INLINE bool help_teams(Board& board, std::uint32_t& turn, std::uint32_t lane) {
-  const std::uint32_t active = from_lane(load<Order::relaxed, Scope::block>(&board.active), 0);
-  if (active == 0) return false;
-  // Movers begin at different jobs, so that no front waits for the others' to end.
-  const std::uint32_t later = active & ~below(turn++ % max_fronts_per_cta);
-  help_team(board, first_of(later != 0 ? later : active), lane);
+// A copy and the chunk of it that a mover has taken.
+struct Chunk {
+  std::byte* to;
+  const std::byte* from;
+  std::uint64_t bytes, chunk;
+  std::uint32_t index, chunks;
+};
+
+// Takes a chunk of a job of this CTA. Who takes the last one clears the job's bit before the job
+// can be over, and so before it can be set again.
+BELFRY_DEVICE BELFRY_INLINE bool take_team_chunk(Board& board, std::uint32_t number, Chunk& chunk,
+                                                 std::uint32_t lane) {
+  TeamJob& job = board.team[number];
+  std::uint32_t word = 0;
+  if (lane == 0) word = atomicAdd_block(&job.word, 1u);
+  // Acquire: the job's fields were written before its word was.
+  fence<Order::acquire, Scope::block>();
+  word = from_lane(word, 0);
+  __syncwarp();  // hands the acquire to the other lanes: shuffles order no memory
+  const std::uint32_t index = word & 0xffff, chunks = word >> 16;
+  if (index >= chunks) return false;
+  if (lane == 0 && index + 1 == chunks) atomicAnd_block(&board.active, ~(1u << number));
+  chunk = {job.to, job.from, job.bytes, job.chunk, index, chunks};
   return true;
 }
 
+// Copies chunks of its CTA's jobs first, since a front waits for each, then those of the grid's.
 BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number) {
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
   std::uint32_t turn = number, grid_turn = number;
   std::uint32_t held = 0, held_chunks = 0;  // copied and not yet said so
+  Chunk grid = {};                          // of the job `held`
+  std::uint32_t visits_left = 0;            // chunks of it to be taken before others are looked for
+  std::uint32_t taken = 0;                  // lane 0: the chunk of it that comes next
+  bool has_taken = false;
   for (;;) {
+    const std::uint32_t active = peek(board.active);
+    const std::uint64_t grids = peek(board.grid_active);
     // A mover with nothing to do leaves the SM to its fronts.
-    const bool idle = load<Order::relaxed, Scope::block>(&board.active) == 0 &&
-                      load<Order::relaxed, Scope::block>(&board.grid_active) == 0;
-    if (__all_sync(all_lanes, idle)) {
+    if (__all_sync(all_lanes, active == 0 && grids == 0 && !has_taken)) {
       if (__any_sync(all_lanes, stopped(board))) return;
       report_chunks(t, held, held_chunks, lane);
       give_way(mover_rest_ns);
       continue;
     }
     if (__any_sync(all_lanes, stopped(board))) return;
-    if (help_teams(board, turn, lane)) {
-      report_chunks(t, held, held_chunks, lane);
-      continue;
-    }
-    std::uint64_t grid = load<Order::relaxed, Scope::block>(&board.grid_active);
-    grid = static_cast<std::uint64_t>(from_lane(high(grid), 0)) << 32 | from_lane(low(grid), 0);
-    if (grid == 0) {
-      report_chunks(t, held, held_chunks, lane);
-      continue;
-    }
-    const std::uint64_t later = grid & (~0ull << (grid_turn % max_fronts));
-    const auto which =
-        static_cast<std::uint32_t>(__ffsll(static_cast<long long>(later != 0 ? later : grid)) - 1);
-    grid_turn = which + 1;
-    if (which != held) report_chunks(t, held, held_chunks, lane);
-    held = which;
-    GridJob& job = t.jobs[which];
-    std::uint64_t word = 0;
-    // Acquire: the job's fields, and the data that its poster had acquired.
-    if (lane == 0) word = fetch_add<Order::acquire, Scope::device>(&job.word, 1u);
-    __syncwarp();
-    std::uint32_t index = from_lane(low(word), 0);
-    const std::uint32_t chunks = from_lane(high(word), 0);
-    if (index >= chunks) {
-      report_chunks(t, held, held_chunks, lane);
-      continue;
-    }
-    std::byte* to = job.to;
-    const std::byte* from = job.from;
-    const std::uint64_t bytes = job.bytes, chunk = job.chunk;
-#pragma unroll 1
-    for (std::uint32_t visited = 1;; ++visited) {
-      if (lane == 0 && index + 1 == chunks) {
-        atomicAnd(reinterpret_cast<unsigned long long*>(t.grid_active), ~(1ull << which));
+    const std::uint32_t teams = from_lane(active, 0);
+    std::uint32_t team = 0;
+    Chunk now = grid;
+    if (teams != 0) {
+      // Movers begin at different jobs, so that no front waits for the others' to end.
+      const std::uint32_t later = teams & ~below(turn++ % max_fronts_per_cta);
+      team = first_of(later != 0 ? later : teams);
+      if (!take_team_chunk(board, team, now, lane)) continue;
+    } else {
+      if (!has_taken) {
+        const std::uint64_t jobs =
+            static_cast<std::uint64_t>(from_lane(high(grids), 0)) << 32 | from_lane(low(grids), 0);
+        if (jobs == 0) continue;
+        const std::uint64_t later = jobs & (~0ull << (grid_turn % 64));
+        const auto which = static_cast<std::uint32_t>(
+            __ffsll(static_cast<long long>(later != 0 ? later : jobs)) - 1);
+        grid_turn = which + 1;
+        if (which != held) report_chunks(t, held, held_chunks, lane);
+        held = which;
+        std::uint64_t word = 0;
+        // Acquire: the job's fields, and the data that its poster had acquired.
+        if (lane == 0) word = fetch_add<Order::acquire, Scope::device>(&t.jobs[which].word, 1u);
+        __syncwarp();
+        taken = low(word);
+        const GridJob& job = t.jobs[which];
+        grid = {job.to, job.from, job.bytes, job.chunk, 0, from_lane(high(word), 0)};
+        visits_left = grid_visit;
+      }
+      now = grid;
+      now.index = from_lane(taken, 0);
+      has_taken = false;
+      if (now.index >= now.chunks) {
+        report_chunks(t, held, held_chunks, lane);
+        continue;
+      }
+      if (lane == 0 && now.index + 1 == now.chunks) {
+        atomicAnd(reinterpret_cast<unsigned long long*>(t.grid_active), ~(1ull << held));
       }
       // The next number travels while this chunk is copied. With a chunk in hand the job cannot
       // end, so the number is one of this job's.
-      const bool more = visited < grid_visit;
-      if (more && lane == 0) word = fetch_add<Order::relaxed, Scope::device>(&job.word, 1u);
-      copy_chunk(to, from, bytes, chunk, index, lane);
-      __syncwarp();
-      ++held_chunks;
-      if (!more) break;
-      help_teams(board, turn, lane);
-      index = from_lane(low(word), 0);
-      if (index >= chunks || stopped(board)) break;
+      has_taken = --visits_left != 0;
+      if (has_taken && lane == 0) {
+        taken = low(fetch_add<Order::relaxed, Scope::device>(&t.jobs[held].word, 1u));
+      }
     }
+    copy_chunk(now.to, now.from, now.bytes, now.chunk, now.index, lane);
+    __syncwarp();
+    if (teams == 0) {
+      ++held_chunks;
+      continue;
+    }
+    // Release: the lanes' stores, for the front's fence.
+    fence<Order::release, Scope::block>();
+    if (lane == 0) atomicAdd_block(&board.team[team].done, 1u);
   }
 }
 
@@ -577,6 +637,65 @@ BELFRY_DEVICE __noinline__ void trace_wqe(const Tables& t, std::uint32_t qpn, st
   put_stamp(t, at + 3, cqe.written, qpn, index, Stage::cqe);
 }
 
+// ---- Large copies ----
+
+// Hands a large WRITE or READ, the QP's next WQE, to the movers of all CTAs, by one lane; a job is
+// free.
+BELFRY_DEVICE BELFRY_INLINE void start_job(const Tables& t, Front& f, std::uint32_t id, HotQp& q,
+                                           std::byte* to, const std::byte* from,
+                                           const FrontJob& what) {
+  const std::uint32_t k = (f.busy_jobs & 1) != 0 ? 1 : 0;
+  const std::uint32_t log2_chunk =
+      what.bytes <= small_grid_bytes ? log2_small_grid_chunk : log2_grid_chunk;
+  const auto chunks = static_cast<std::uint32_t>(chunks_of(to, what.bytes, log2_chunk));
+  const std::uint32_t number = jobs_per_front * id + k;
+  GridJob& job = t.jobs[number];
+  job.to = to;
+  job.from = from;
+  job.bytes = what.bytes;
+  job.chunk = 1ull << log2_chunk;
+  store<Order::relaxed, Scope::device>(&job.done, 0u);
+  store<Order::release, Scope::device>(&job.word, std::uint64_t{chunks} << 32);
+  atomicOr(reinterpret_cast<unsigned long long*>(t.grid_active), 1ull << number);
+  f.job[k] = what;
+  f.job[k].chunks = chunks;
+  f.busy_jobs |= 1u << k;
+  if (q.jobs == 0) q.first_job = static_cast<std::uint8_t>(k);
+  ++q.jobs;
+  q.wants_job = false;
+  q.dirty = true;
+}
+
+// Whether the oldest job of a queue that has one is done.
+BELFRY_DEVICE BELFRY_INLINE bool job_is_done(const Tables& t, const Front& f, const HotQp& q,
+                                             std::uint32_t id) {
+  const FrontJob& job = f.job[q.first_job];
+  // Acquire: the movers' stores, which the CQE or the next fence then covers.
+  return load<Order::acquire, Scope::system>(&t.jobs[jobs_per_front * id + q.first_job].done) ==
+             job.chunks &&
+         clock64() >= job.due;
+}
+
+// The movers of all CTAs have done a queue's oldest job.
+BELFRY_DEVICE BELFRY_INLINE void finish_job(Front& f, std::uint32_t slot, std::uint32_t lane) {
+  HotQp& q = f.qp[slot];
+  const FrontJob job = f.job[q.first_job];
+  if (job.signalled) {
+    write_cqes<false>(f.cq[q.cq], q, f, 1, job.opcode, q.consumer, job.cqe_bytes, lane);
+  }
+  __syncwarp();
+  if (lane == 0) {
+    f.busy_jobs &= ~(1u << q.first_job);
+    q.first_job ^= 1;  // there is no other one
+    if (job.signalled && --q.jobs == 0) q.dirty = false;
+    if (!job.signalled) --q.jobs;
+    ++q.consumer;
+    ++f.count.wqes;
+    f.count.bytes += job.bytes;
+  }
+  __syncwarp();
+}
+
 // ---- The fast path ----
 
 enum class Kind : std::uint32_t {
@@ -743,7 +862,7 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
       __ballot_sync(all_lanes, kind == Kind::data && bytes > team_bytes) & below(n);
   if ((large & 1) != 0) {
     n = 1;
-    if (f.job_busy != 0) {  // the front's one job is under way for another queue
+    if (f.busy_jobs == all_jobs) {
       if (lane == 0) q.wants_job = true;
       __syncwarp();
       return Served::nothing;
@@ -780,29 +899,11 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
       if (!reading) dirty_rkey = key;
       if (length > team_bytes) {
         if (lane == 0) {
-          const std::uint32_t log2_chunk =
-              length <= small_grid_bytes ? log2_small_grid_chunk : log2_grid_chunk;
-          const std::uint64_t chunks = chunks_of(to, length, log2_chunk);
-          GridJob& job = t.jobs[id];
-          job.to = to;
-          job.from = from;
-          job.bytes = length;
-          job.chunk = 1ull << log2_chunk;
-          store<Order::relaxed, Scope::device>(&job.done, 0u);
-          q.copying = true;
-          q.wants_job = false;
-          q.job_signalled = (asked & 1) != 0;
-          q.job_opcode = static_cast<std::uint8_t>(opcode);
-          q.job_cqe_bytes = reading ? length : 0;
-          q.job_bytes = length;
-          q.job_due = due;
+          start_job(t, f, id, q, to, from,
+                    {length, due, 0, reading ? length : 0, static_cast<std::uint8_t>(opcode),
+                     (asked & 1) != 0});
           q.backlog = available > 1;
-          q.job_chunks = static_cast<std::uint32_t>(chunks);
-          q.dirty = true;
           q.dirty_rkey = dirty_rkey;
-          f.job_busy = 1;
-          store<Order::release, Scope::device>(&job.word, chunks << 32);
-          atomicOr(reinterpret_cast<unsigned long long*>(t.grid_active), 1ull << id);
         }
         __syncwarp();
         return Served::some;
@@ -976,19 +1077,6 @@ BELFRY_DEVICE BELFRY_INLINE void copy_aligned(Board& board, std::uint32_t number
 
 // ---- Brief queues ----
 
-// Memory that a lane has found by a key once, as WQEs name it.
-struct Range {
-  std::uint64_t begin, bytes, delta;  // from an address to where it is mapped here
-  std::uint32_t key;                  // big-endian; 0: none
-
-  // Where the bytes are, or 0.
-  BELFRY_DEVICE BELFRY_INLINE std::uint64_t place(std::uint32_t wanted_key, std::uint64_t address,
-                                                  std::uint32_t count) const {
-    const std::uint64_t offset = address - begin;
-    return wanted_key == key && offset <= bytes && count <= bytes - offset ? address + delta : 0;
-  }
-};
-
 // What the front's cache knows of a key; nothing if it does not know it with these rights.
 BELFRY_DEVICE BELFRY_INLINE Range cached_range(const Front& f, std::uint32_t key_in_wqe,
                                                std::uint32_t peer, std::uint32_t need) {
@@ -998,25 +1086,25 @@ BELFRY_DEVICE BELFRY_INLINE Range cached_range(const Front& f, std::uint32_t key
   return {e.iova, e.bytes, e.pointer - e.iova, key_in_wqe};
 }
 
-// What a lane keeps in registers of its queue. `plain`: a queue that it may serve by itself, with
-// nothing under way and a CQ of its own.
+// What a lane keeps in registers of its queue between looks at it. `plain`: a queue that it may
+// serve by itself, with nothing under way and a CQ of its own. `chains`: one that has a job and may
+// begin another. `mixed`, the same for all lanes: some queue is not plain.
 struct Own {
   const std::uint32_t* record;
   const std::byte* ring;
-  std::uint32_t mask, qpn, peer, consumer;
+  std::uint32_t mask, consumer;
   std::uint32_t room;  // CQEs that may be written before the consumer's index is read again
-  std::uint32_t zero;  // see begin_brief()
-  bool used, plain;
-  Range data, source, signal, result;
+  bool used, plain, chains, mixed;
 };
 
-// What most queues hold when a kernel waits for an answer: at most one WRITE, of a word inline or
-// of aligned memory, then at most one FETCH_ADD, by keys that are at hand. One lane reads and
+// What most queues hold when a kernel waits for an answer: at most one WRITE, of a word inline, of
+// aligned memory or large, then at most one FETCH_ADD, by keys that are at hand. One lane reads and
 // serves them, each lane its own queue: nothing is handed from lane to lane, and no value lies in
 // memory before the signal has left.
 struct Brief {
-  bool fits, adds, data, asked;
-  std::uint32_t bytes;  // of the WRITE; 0: there is none
+  std::uint32_t wqes;                     // that are served like this, from the first on
+  bool writes, adds, data, large, asked;  // asked: for a CQE of the last
+  std::uint32_t bytes, key;               // of the WRITE
   std::uint64_t to, from, signal, result, operand;
 };
 
@@ -1024,92 +1112,121 @@ BELFRY_DEVICE BELFRY_INLINE const Word16* block_at(const Own& own, std::uint32_t
   return reinterpret_cast<const Word16*>(own.ring + (index & own.mask) * std::uint64_t{64});
 }
 
-// Reads and checks one or two WQEs, and stores the payload if it is a word.
+// Reads and checks one or two WQEs from `index` on, and stores the payload if it is a word. The
+// FETCH_ADD is looked at while that travels.
 template <bool Traced>
-BELFRY_DEVICE BELFRY_INLINE Brief begin_brief(const Front& f, Own& own, std::uint32_t available,
+BELFRY_DEVICE BELFRY_INLINE Brief begin_brief(Front& f, const Own& own, std::uint32_t index,
+                                              std::uint32_t available, bool only_large,
+                                              std::uint32_t lane,
                                               [[maybe_unused]] std::uint64_t& fetched_ns,
                                               [[maybe_unused]] std::uint64_t& moved_ns) {
-  const std::uint32_t last = own.consumer + available - 1;
-  const Word16* const first_block = block_at(own, own.consumer);
+  const std::uint32_t last = index + available - 1;
+  const Word16* const first_block = block_at(own, index);
   const Word16* const last_block = block_at(own, last);
   const Word16 w0 = load_word16(first_block), w1 = load_word16(first_block + 1),
                w2 = load_word16(first_block + 2);
   const Word16 a0 = load_word16(last_block), a1 = load_word16(last_block + 1),
                a2 = load_word16(last_block + 2), a3 = load_word16(last_block + 3);
+  // While those travel.
+  HotQp& q = f.qp[lane];
+  Ranges& known = f.ranges[lane];
+  const std::uint32_t qpn = peek(q.qpn), zero = peek(f.zero);
+  const bool dirty = peek(q.dirty);
+  Range data = peek_range(known.data), source = peek_range(known.source);
+  Range signal = peek_range(known.signal), result = peek_range(known.result);
   if constexpr (Traced) {
     if (w0.low == ~0ull || a0.low == ~0ull) return {};  // as in serve_fast()
     fetched_ns = now_ns();
   }
   // Not before everything has been asked for: ptxas would use registers twice, and wait for one
   // trip to memory before it begins the next.
-  const std::uint32_t after_all = low(a3.low) & own.zero;
+  const std::uint32_t after_all = low(a3.low) & zero;
   // The whole of a control segment's first half, its index and QPN among it.
-  const auto begins_as = [&](Word16 control, std::uint32_t index, mlx5::Opcode opcode,
+  const auto begins_as = [&](Word16 control, std::uint32_t at, mlx5::Opcode opcode,
                              std::uint32_t ds) {
     return (low(control.low) ^ after_all) ==
-               mlx5::be32((index & 0xffff) << 8 | static_cast<std::uint32_t>(opcode)).raw &&
-           high(control.low) == mlx5::be32(own.qpn << 8 | ds).raw;
+               mlx5::be32((at & 0xffff) << 8 | static_cast<std::uint32_t>(opcode)).raw &&
+           high(control.low) == mlx5::be32(qpn << 8 | ds).raw;
   };
   Brief b = {};
-  const bool writes = begins_as(w0, own.consumer, mlx5::Opcode::rdma_write, 3);
-  b.adds = begins_as(a0, last, mlx5::Opcode::fetch_add, 4) && low(a3.low) == mlx5::be32(8).raw;
-  b.asked = asks_for_cqe(a0);
-  const std::uint32_t size = mlx5::swap_bytes(low(w2.low));
-  const bool word = writes && (size == (8 | mlx5::inline_flag) || size == (4 | mlx5::inline_flag));
-  b.data = writes && size - 1 < team_bytes;
-  b.bytes = writes ? size & ~mlx5::inline_flag : 0;
-  const std::uint32_t data_key = low(w1.high), source_key = high(w2.low);
-  const std::uint32_t signal_key = low(a1.high), result_key = high(a3.low);
-  if ((writes && data_key != own.data.key) || (b.data && source_key != own.source.key) ||
-      (b.adds && (signal_key != own.signal.key || result_key != own.result.key))) [[unlikely]] {
-    if (writes) own.data = cached_range(f, data_key, own.peer, access::remote_write);
-    if (b.data) own.source = cached_range(f, source_key, 0, 0);
-    if (b.adds) {
-      own.signal = cached_range(f, signal_key, own.peer, access::remote_atomic);
-      own.result = cached_range(f, result_key, 0, access::local_write);
+  if (begins_as(w0, index, mlx5::Opcode::rdma_write, 3)) {
+    const std::uint32_t size = mlx5::swap_bytes(low(w2.low)), key = low(w1.high);
+    const bool word = size == (8 | mlx5::inline_flag) || size == (4 | mlx5::inline_flag);
+    if (key != data.key) [[unlikely]] {
+      known.data = data = cached_range(f, key, q.peer, access::remote_write);
     }
-  }
-  b.to = own.data.place(data_key, mlx5::swap_bytes(w1.low), b.bytes);
-  b.from = own.source.place(source_key, mlx5::swap_bytes(w2.high), b.bytes);
-  b.signal = own.signal.place(signal_key, mlx5::swap_bytes(a1.low), 8);
-  b.result = own.result.place(result_key, mlx5::swap_bytes(a3.high), 8);
-  b.operand = mlx5::swap_bytes(a2.low);
-  // What is atomic is aligned to its size, other memory as copy_aligned() would have it.
-  const bool write_fits =
-      b.to != 0 && ((word && (low(b.to) & (b.bytes - 1)) == 0) ||
-                    (b.data && b.from != 0 && ((low(b.to) | low(b.from) | b.bytes) & 15) == 0));
-  const bool add_fits =
-      b.signal != 0 && b.result != 0 && ((low(b.signal) | low(b.result)) & 7) == 0;
-  b.fits = available == 1 ? (writes && write_fits) || (b.adds && add_fits)
-                          : writes && write_fits && b.adds && add_fits && !asks_for_cqe(w0);
-  b.fits = b.fits && (!b.asked || own.room != 0);
-  if (b.fits && word) {
-    const std::uint64_t value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
-    if (b.bytes == 8) {
-      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.to), value);
-    } else {
-      store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(b.to), low(value));
+    b.bytes = size & ~mlx5::inline_flag;
+    b.key = mlx5::swap_bytes(key);
+    b.to = data.place(key, mlx5::swap_bytes(w1.low), b.bytes);
+    // Behind stores to another registration stands a fence, which is not for here.
+    const bool in_order = !dirty || (b.key == q.dirty_rkey && !f.ordered_writes);
+    if (word) {
+      // What is atomic is aligned to its size.
+      b.writes = b.to != 0 && (low(b.to) & (b.bytes - 1)) == 0 && in_order && !only_large;
+      if (b.writes) {
+        const std::uint64_t value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
+        if (b.bytes == 8) {
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.to), value);
+        } else {
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(b.to), low(value));
+        }
+      }
+    } else if ((size & mlx5::inline_flag) == 0 && size != 0) {
+      if (high(w2.low) != source.key) [[unlikely]] {
+        known.source = source = cached_range(f, high(w2.low), 0, 0);
+      }
+      b.from = source.place(high(w2.low), mlx5::swap_bytes(w2.high), b.bytes);
+      b.large = size > team_bytes;
+      b.data = !b.large;
+      // As copy_aligned() would have it.
+      b.writes = b.to != 0 && b.from != 0 && in_order &&
+                 (b.large || (((low(b.to) | low(b.from) | b.bytes) & 15) == 0 && !only_large));
     }
+    b.asked = asks_for_cqe(w0);
+    b.writes = b.writes && (!b.asked || (own.room != 0 && available == 1));
+    b.wqes = b.writes ? 1 : 0;
+    if (!b.writes) b.data = b.large = false;
   }
   if constexpr (Traced) moved_ns = now_ns();
+  if (begins_as(a0, last, mlx5::Opcode::fetch_add, 4) && low(a3.low) == mlx5::be32(8).raw &&
+      b.wqes + 1 == available && !b.large && !only_large) {
+    const std::uint32_t key = low(a1.high), result_key = high(a3.low);
+    if (key != signal.key) [[unlikely]] {
+      known.signal = signal = cached_range(f, key, q.peer, access::remote_atomic);
+    }
+    if (result_key != result.key) [[unlikely]] {
+      known.result = result = cached_range(f, result_key, 0, access::local_write);
+    }
+    b.signal = signal.place(key, mlx5::swap_bytes(a1.low), 8);
+    b.result = result.place(result_key, mlx5::swap_bytes(a3.high), 8);
+    b.operand = mlx5::swap_bytes(a2.low);
+    b.asked = asks_for_cqe(a0);
+    b.adds = b.signal != 0 && b.result != 0 && ((low(b.signal) | low(b.result)) & 7) == 0 &&
+             (!b.asked || own.room != 0);
+    if (b.adds) {
+      b.wqes = available;
+    } else {
+      b.asked = false;
+    }
+  }
   return b;
 }
 
 // The signal, the CQE, and what the rest of the front must know.
 template <bool Traced>
 BELFRY_DEVICE BELFRY_INLINE void end_brief(const Tables& t, Front& f, Own& own, HotQp& q,
-                                           const Brief& b, std::uint32_t available,
+                                           const Brief& b, std::uint32_t said,
                                            [[maybe_unused]] std::uint64_t fetched_ns,
                                            [[maybe_unused]] std::uint64_t moved_ns) {
   if (b.adds) {
     // What was written before it, by whichever lane, is visible before the atomic is.
-    if (b.bytes != 0) fence<Order::acq_rel, Scope::system>();
+    if (b.writes || q.dirty) fence<Order::acq_rel, Scope::system>();
     const std::uint64_t found = fetch_add<Order::relaxed, Scope::system>(
         reinterpret_cast<std::uint64_t*>(b.signal), b.operand);
     store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.result), found);
   }
   [[maybe_unused]] CqeTimes times = {};
-  const std::uint32_t last = own.consumer + available - 1;
+  const std::uint32_t last = own.consumer + b.wqes - 1;
   if (b.asked) {
     HotCq& cq = f.cq[q.cq];
     const auto opcode =
@@ -1119,38 +1236,17 @@ BELFRY_DEVICE BELFRY_INLINE void end_brief(const Tables& t, Front& f, Own& own, 
     --own.room;
   }
   own.consumer = (last + 1) & 0xffff;
-  q.consumer = static_cast<std::uint16_t>(own.consumer);
-  q.backlog = false;
   // Results of atomics lie here, and only a CQE, which fences, tells of them.
-  if (!b.asked && !b.adds) {
-    q.dirty = true;
-    q.dirty_rkey = mlx5::swap_bytes(own.data.key);
-    own.plain = false;
-  }
+  q.consumer = static_cast<std::uint16_t>(own.consumer);
+  q.backlog = own.consumer != said;
+  q.dirty = !b.asked && !b.adds;
+  q.dirty_rkey = b.key;
   if constexpr (Traced) {
-    for (std::uint32_t i = 0; i < available; ++i) {
-      trace_wqe(t, own.qpn, last + 1 - available + i, fetched_ns, moved_ns,
-                i + 1 == available ? times : CqeTimes{});
+    for (std::uint32_t i = 0; i < b.wqes; ++i) {
+      trace_wqe(t, q.qpn, last + 1 - b.wqes + i, fetched_ns, moved_ns,
+                i + 1 == b.wqes ? times : CqeTimes{});
     }
   }
-}
-
-// The movers of all CTAs have copied a large WRITE or READ.
-BELFRY_DEVICE void finish_job(Front& f, std::uint32_t slot, std::uint32_t lane) {
-  HotQp& q = f.qp[slot];
-  if (q.job_signalled) {
-    write_cqes<false>(f.cq[q.cq], q, f, 1, q.job_opcode, q.consumer, q.job_cqe_bytes, lane);
-  }
-  __syncwarp();
-  if (lane == 0) {
-    if (q.job_signalled) q.dirty = false;
-    q.copying = false;
-    ++q.consumer;
-    ++f.count.wqes;
-    f.count.bytes += q.job_bytes;
-    f.job_busy = 0;
-  }
-  __syncwarp();
 }
 
 // ---- The general path ----
@@ -1302,6 +1398,7 @@ BELFRY_DEVICE __noinline__ void take_note(const Tables& t, Front& f, std::uint32
                                           std::uint32_t lane) {
   f.cache[lane].key = 0;
   f.cache[lane + lanes].key = 0;
+  f.ranges[lane] = {};
   __syncwarp();
   if (lane == 0) {
     const auto word = [&](std::uint32_t i) {
@@ -1409,11 +1506,7 @@ BELFRY_DEVICE __noinline__ void check_rings(const Tables& t, Front& f, HotQp& q,
 // One lane looks at its QP. True when it wants a turn; `said` is how far it may run.
 BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::uint32_t id,
                                       std::uint32_t& said) {
-  if (q.copying) {
-    // Acquire: the movers' stores, which the CQE or the next fence then covers.
-    return load<Order::acquire, Scope::system>(&t.jobs[id].done) == q.job_chunks &&
-           clock64() >= q.job_due;
-  }
+  if (q.jobs != 0) return job_is_done(t, f, q, id);
   if (q.state != QpState::rts && q.state != QpState::sqd && q.state != QpState::err) return false;
   if (!f.poll_records && q.state == QpState::rts) {
     // The register before the record: after a ring the record is at least as new.
@@ -1435,8 +1528,8 @@ BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::
     said = q.allowed;
   }
   if (q.in_hand) return true;
-  // Large copies wait for the front's one job without being read again and again.
-  if (q.wants_job && f.job_busy != 0) return false;
+  // Large copies wait for a job without being read again and again.
+  if (q.wants_job && f.busy_jobs == all_jobs) return false;
   return said != q.consumer;
 }
 
@@ -1451,7 +1544,6 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
   Front& f = shared_of_cta().front[warp];
   std::uint32_t next = f.left.next;
   Own own = {};
-  bool all_plain = true, none_used = true;  // of the queues in use
   const auto refresh = [&] {
     const HotQp& q = f.qp[lane];
     const HotCq& cq = f.cq[q.cq];
@@ -1460,19 +1552,19 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
     const bool alone =
         __match_any_sync(all_lanes, own.used ? std::uint32_t{q.cq} : lanes + lane) == 1u << lane;
     own.plain = own.used && f.poll_records && !f.faulty && !f.paced && q.state == QpState::rts &&
-                !q.in_hand && !q.copying && !q.wants_job && !q.dirty && !cq.failed && alone;
+                !q.in_hand && q.jobs == 0 && !q.wants_job && !cq.failed && alone;
+    // After a WRITE, since READs and what is to be in order wait for each other.
+    own.chains = own.used && f.poll_records && !f.faulty && !f.paced && !f.ordered_writes &&
+                 alone && q.state == QpState::rts && q.jobs == 1 &&
+                 f.job[q.first_job].opcode == static_cast<std::uint8_t>(mlx5::Opcode::rdma_write);
     own.record = own.used ? &q.record->send.raw : nullptr;
     own.ring = q.ring;
     own.mask = q.mask;
-    own.qpn = q.qpn;
-    own.peer = q.peer;
     own.consumer = q.consumer;
     own.room = cq.ignore_overrun
                    ? ~0u
                    : (1u << cq.log2_depth) - ((cq.produced - cq.consumer_seen) & 0xffffff);
-    own.zero = f.zero;
-    all_plain = __all_sync(all_lanes, own.plain || !own.used);
-    none_used = !__any_sync(all_lanes, own.used);
+    own.mixed = __any_sync(all_lanes, own.used && !own.plain);
   };
   refresh();
   std::uint32_t turns = 1;
@@ -1495,7 +1587,7 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       const std::uint32_t seen = from_lane(now, 0);
       draining = seen != epoch;
       if (draining && seen == stop_epoch) return leave(Need::end, 0, 0, 0);
-      if (draining && f.job_busy == 0) return leave(Need::note, 0, 0, 0);
+      if (draining && f.busy_jobs == 0) return leave(Need::note, 0, 0, 0);
       if (turns == turns_per_check) return leave(Need::check, 0, 0, 0);
     }
     // Acquire: the WQEs were written before the record was.
@@ -1503,15 +1595,21 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
     if (own.plain && !draining) {
       said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(own.record)) & 0xffff;
     }
-    bool work = said != own.consumer;
-    if (!all_plain) {
-      if (own.used && !own.plain && (!draining || f.qp[lane].copying)) {
+    bool work = said != own.consumer, chained = false;
+    if (own.mixed) {
+      const HotQp& q = f.qp[lane];
+      if (own.used && !own.plain && (!draining || q.jobs != 0)) {
         work = look(t, f, f.qp[lane], id, said);
+        if (!work && own.chains && !draining && f.busy_jobs != all_jobs) {
+          // Acquire: as above.
+          said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(own.record)) & 0xffff;
+          work = chained = ((said - own.consumer) & 0xffff) > 1;
+        }
       }
       __syncwarp();
     }
     if (!__any_sync(all_lanes, work)) {
-      if (none_used) give_way(empty_front_rest_ns);
+      if (f.valid == 0) give_way(empty_front_rest_ns);
       continue;
     }
     std::uint64_t seen_ns = 0;
@@ -1520,28 +1618,27 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
     const std::uint32_t available = (said - own.consumer) & 0xffff;
     Brief brief = {};
     [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
-    if (work && own.plain && available <= 2) {
-      brief = begin_brief<Traced>(f, own, available, fetched_ns, moved_ns);
+    if (work && (chained || (own.plain && available <= 2))) {
+      brief = begin_brief<Traced>(f, own, own.consumer + (chained ? 1 : 0), chained ? 1 : available,
+                                  chained, lane, fetched_ns, moved_ns);
     }
-    for (std::uint32_t rest = __ballot_sync(all_lanes, brief.fits && brief.data); rest != 0;
-         rest &= rest - 1) {
+    for (std::uint32_t rest = __ballot_sync(all_lanes, brief.data); rest != 0; rest &= rest - 1) {
       const std::uint32_t slot = first_of(rest);
       copy_aligned(board, f.warp, from_lane(reinterpret_cast<std::byte*>(brief.to), slot),
                    from_lane(reinterpret_cast<const std::byte*>(brief.from), slot),
                    from_lane(brief.bytes, slot), lane);
     }
-    if (brief.fits) {
-      if constexpr (Traced) trace_doorbell(t, own.qpn, said, seen_ns);
-      end_brief<Traced>(t, f, own, f.qp[lane], brief, available, fetched_ns, moved_ns);
+    if (brief.wqes != 0 && !brief.large) {
+      if constexpr (Traced) trace_doorbell(t, f.qp[lane].qpn, said, seen_ns);
+      end_brief<Traced>(t, f, own, f.qp[lane], brief, said, fetched_ns, moved_ns);
     }
     __syncwarp();
-    const std::uint32_t served = __ballot_sync(all_lanes, brief.fits);
-    if (served != 0) {
-      const std::uint32_t wqes = __reduce_add_sync(all_lanes, brief.fits ? available : 0);
-      const std::uint32_t bytes =
-          __reduce_add_sync(all_lanes, brief.fits ? brief.bytes + (brief.adds ? 8 : 0) : 0);
-      const std::uint32_t cqes = count_of(__ballot_sync(all_lanes, brief.fits && brief.asked));
-      all_plain = __all_sync(all_lanes, own.plain || !own.used);
+    const bool served = brief.wqes != 0 && !brief.large;
+    if (__any_sync(all_lanes, served)) {
+      const std::uint32_t wqes = __reduce_add_sync(all_lanes, served ? brief.wqes : 0);
+      const std::uint32_t bytes = __reduce_add_sync(
+          all_lanes, served ? (brief.writes ? brief.bytes : 0) + (brief.adds ? 8 : 0) : 0);
+      const std::uint32_t cqes = count_of(__ballot_sync(all_lanes, served && brief.asked));
       if (lane == 0) {
         f.count.wqes += wqes;
         f.count.bytes += bytes;
@@ -1549,8 +1646,29 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       }
       __syncwarp();
     }
+    const std::uint32_t large = __ballot_sync(all_lanes, brief.large);
+    if (large != 0) {
+      // One of them begins, the others are found again.
+      if (lane == first_of(large)) {
+        HotQp& q = f.qp[lane];
+        if (f.busy_jobs == all_jobs) {
+          q.wants_job = true;
+        } else {
+          start_job(t, f, id, q, reinterpret_cast<std::byte*>(brief.to),
+                    reinterpret_cast<const std::byte*>(brief.from),
+                    {brief.bytes, 0, 0, 0, static_cast<std::uint8_t>(mlx5::Opcode::rdma_write),
+                     brief.asked});
+          q.dirty_rkey = brief.key;
+          q.backlog = available > 1;
+        }
+      }
+      __syncwarp();
+      refresh();
+    } else if (chained) {
+      own.chains = false;  // until the job is done
+    }
 
-    std::uint32_t mask = __ballot_sync(all_lanes, work && !brief.fits);
+    std::uint32_t mask = __ballot_sync(all_lanes, work && brief.wqes == 0 && !chained);
     if (mask == 0) continue;
     const std::uint32_t first_turn = next;
     do {
@@ -1559,7 +1677,7 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       mask &= ~(1u << slot);
       next = slot + 1;
       // The queues that are left are found again.
-      if (!f.qp[slot].copying) {
+      if (f.qp[slot].jobs == 0) {
         return leave(Need::fast, slot, from_lane(said, slot), seen_ns);
       }
       finish_job(f, slot, lane);
@@ -1736,9 +1854,9 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
   __syncthreads();
   const std::uint32_t warp = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const std::uint32_t warps = blockDim.x / lanes;
-  if (warp < t.fronts_per_cta) {
-    // Numbers go over the CTAs first: few queues spread over all of them.
-    const std::uint32_t id = warp * gridDim.x + blockIdx.x;
+  // Numbers go over the CTAs first: few queues spread over all of them.
+  const std::uint32_t id = warp * gridDim.x + blockIdx.x;
+  if (warp < t.fronts_per_cta && id < t.fronts) {
     Front& f = shared.front[warp];
     if (lane == 0) {
       f.random_state = t.seed + id;
@@ -1973,7 +2091,7 @@ KernelEngine::Implementation::Implementation(KernelEngineConfig c) : config(std:
                static_cast<unsigned long long>(most)),
           "change KernelEngineConfig");
   };
-  bounds("ctas", config.ctas, 1, kernel::max_fronts);
+  bounds("ctas", config.ctas, 1, kernel::max_ctas);
   bounds("warps", config.warps, 4, kernel::max_warps);
   bounds("max_qps", config.max_qps, 1, qp_index_mask + 1);
   bounds("max_cqs", config.max_cqs, 1, 65535);
@@ -2020,7 +2138,7 @@ KernelEngine::Implementation::~Implementation() {
 void KernelEngine::Implementation::lay_out() {
   t.fronts_per_cta = std::min({kernel::max_fronts_per_cta, config.warps / 4,
                                std::max(1u, kernel::max_fronts / config.ctas)});
-  t.fronts = t.fronts_per_cta * config.ctas;
+  t.fronts = std::min(t.fronts_per_cta * config.ctas, kernel::max_fronts);
   t.max_keys = config.max_keys;
   t.max_peers = config.max_peers;
   t.max_qps = config.max_qps;
@@ -2047,7 +2165,8 @@ void KernelEngine::Implementation::lay_out() {
   const std::size_t imports_at =
       place(std::size_t{t.max_peers} * t.max_keys, sizeof(kernel::KeyEntry));
   const std::size_t staging_at = place(t.fronts, staging_bytes);
-  const std::size_t jobs_at = place(t.fronts, sizeof(kernel::GridJob));
+  const std::size_t jobs_at =
+      place(std::size_t{t.fronts} * kernel::jobs_per_front, sizeof(kernel::GridJob));
   const std::size_t counters_at = place(t.fronts, sizeof(Counters));
   const std::size_t options_at = place(1, sizeof(EngineOptions));
   const std::size_t command_at = place(1, sizeof(Command));
