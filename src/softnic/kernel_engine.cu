@@ -19,6 +19,13 @@
 #include "belfry/status.hpp"
 #include "softnic/device_env.hpp"
 
+// mbarrier.try_wait, which lets a warp sleep until another one calls it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+#define BELFRY_HAS_TRY_WAIT 1
+#else
+#define BELFRY_HAS_TRY_WAIT 0
+#endif
+
 namespace belfry::softnic {
 namespace kernel {
 
@@ -34,7 +41,8 @@ struct TeamJob {
   std::uint64_t bytes;
 };
 
-constexpr std::uint32_t mover_rest_ns = 20;
+// How long a mover sleeps that nobody wakes: one that missed a call, or on a GPU without calls.
+constexpr std::uint32_t mover_rest_ns = BELFRY_HAS_TRY_WAIT != 0 ? 1000 : 20;
 
 BELFRY_DEVICE BELFRY_INLINE std::uint32_t log2_team_chunk(std::uint64_t bytes) {
   return bytes <= 32768 ? 11 : 12;
@@ -44,6 +52,7 @@ constexpr std::uint32_t clerk_rest_ns = 100;
 constexpr std::uint32_t all_jobs = (1u << jobs_per_front) - 1;
 
 struct Board {
+  std::uint64_t call;  // an mbarrier that one arrival completes: movers that sleep look around
   std::uint32_t stop;
   std::uint32_t epoch;  // the scout's copies of words outside the CTA
   std::uint64_t grid_active;
@@ -109,20 +118,15 @@ struct Left {
   std::uint64_t seen_ns;
 };
 
-// Memory that a queue's WQEs have named by a key before.
-struct alignas(16) Range {
-  std::uint64_t begin, bytes, delta;  // from an address to where it is mapped here
-  std::uint32_t key;                  // as in a WQE; 0: none
-
-  // Where the bytes are, or 0.
-  BELFRY_DEVICE BELFRY_INLINE std::uint64_t place(std::uint32_t wanted_key, std::uint64_t address,
-                                                  std::uint32_t count) const {
-    const std::uint64_t offset = address - begin;
-    return wanted_key == key && offset <= bytes && count <= bytes - offset ? address + delta : 0;
-  }
+// A place that a queue's WQEs have named before. Most name the same ones again.
+struct Known {
+  std::uint64_t address;  // as in a WQE
+  std::uint64_t pointer;  // where it is mapped here
+  std::uint32_t key;      // as in a WQE; 0: none
+  std::uint32_t bytes;    // that the registration has from there on
 };
-struct Ranges {
-  Range data, source, signal, result;
+struct KnownPlaces {
+  Known data, source, signal, result;
 };
 
 struct Front {
@@ -131,7 +135,7 @@ struct Front {
   HotCq cq[slots_per_front];
   KeyEntry cache[2 * cached_keys];
   FrontJob job[jobs_per_front];
-  Ranges ranges[slots_per_front];
+  KnownPlaces known[slots_per_front];
   Help help;
   Counters count;
   std::uint64_t random_state;
@@ -208,8 +212,8 @@ BELFRY_DEVICE BELFRY_INLINE T peek(const T& word) {
   return *const_cast<const volatile T*>(&word);
 }
 
-BELFRY_DEVICE BELFRY_INLINE Range peek_range(const Range& range) {
-  return {peek(range.begin), peek(range.bytes), peek(range.delta), peek(range.key)};
+BELFRY_DEVICE BELFRY_INLINE Known peek(const Known& known) {
+  return {peek(known.address), peek(known.pointer), peek(known.key), peek(known.bytes)};
 }
 
 BELFRY_DEVICE BELFRY_INLINE bool stopped(const Board& board) { return peek(board.stop) != 0; }
@@ -223,6 +227,43 @@ BELFRY_DEVICE BELFRY_INLINE void release_all() {
 }
 
 // ---- Copies that movers share ----
+
+BELFRY_DEVICE BELFRY_INLINE void prepare_call([[maybe_unused]] Board& board) {
+#if BELFRY_HAS_TRY_WAIT
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call)))
+               : "memory");
+#endif
+}
+
+// By one lane, once there is something to do.
+BELFRY_DEVICE BELFRY_INLINE void call_movers([[maybe_unused]] Board& board) {
+#if BELFRY_HAS_TRY_WAIT
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(
+                   static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call)))
+               : "memory");
+#endif
+}
+
+// Sleeps until the next call, or for a while. `parity` is of the calls that this warp knows of: two
+// that come at once look like none, and then the sleep ends by itself.
+BELFRY_DEVICE BELFRY_INLINE void await_call([[maybe_unused]] const Board& board,
+                                            [[maybe_unused]] std::uint32_t& parity) {
+#if BELFRY_HAS_TRY_WAIT
+  std::uint32_t called = 0;
+  asm volatile(
+      "{.reg .pred p;\n"
+      "mbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3;\n"
+      "selp.u32 %0, 1, 0, p;}"
+      : "=r"(called)
+      : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call))), "r"(parity),
+        "r"(mover_rest_ns)
+      : "memory");
+  parity ^= from_lane(called, 0);
+#else
+  give_way(mover_rest_ns);
+#endif
+}
 
 // Chunks begin at multiples of their size in the target's address, so that a copy with an odd
 // start has one odd chunk at each end and none between. Chunks have 8 KiB at most.
@@ -273,6 +314,7 @@ BELFRY_DEVICE BELFRY_INLINE std::uint32_t post_team(Board& board, std::uint32_t 
   fence<Order::release, Scope::block>();
   *const_cast<volatile std::uint32_t*>(&job.word) = chunks << 16;
   atomicOr_block(&board.active, 1u << number);
+  call_movers(board);
   return chunks;
 }
 
@@ -363,7 +405,7 @@ BELFRY_DEVICE BELFRY_INLINE bool take_team_chunk(Board& board, std::uint32_t num
 BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number) {
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
-  std::uint32_t turn = number, grid_turn = number;
+  std::uint32_t turn = number, grid_turn = number, calls = 0;
   std::uint32_t held = 0, held_chunks = 0;  // copied and not yet said so
   Chunk grid = {};                          // of the job `held`
   std::uint32_t visits_left = 0;            // chunks of it to be taken before others are looked for
@@ -376,7 +418,7 @@ BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number)
     if (__all_sync(all_lanes, active == 0 && grids == 0 && !has_taken)) {
       if (__any_sync(all_lanes, stopped(board))) return;
       report_chunks(t, held, held_chunks, lane);
-      give_way(mover_rest_ns);
+      await_call(board, calls);
       continue;
     }
     if (__any_sync(all_lanes, stopped(board))) return;
@@ -674,6 +716,15 @@ BELFRY_DEVICE BELFRY_INLINE bool job_is_done(const Tables& t, const Front& f, co
   return load<Order::acquire, Scope::system>(&t.jobs[jobs_per_front * id + q.first_job].done) ==
              job.chunks &&
          clock64() >= job.due;
+}
+
+// Whether a queue's job has so few chunks left that the next one had better begin. Not before: its
+// movers would turn to both, and both would end at once.
+BELFRY_DEVICE BELFRY_INLINE bool nearly_taken(const Tables& t, const Front& f, const HotQp& q,
+                                              std::uint32_t id) {
+  const std::uint32_t next =
+      low(load<Order::relaxed, Scope::device>(&t.jobs[jobs_per_front * id + q.first_job].word));
+  return next + 2 * blockDim.x / lanes * gridDim.x >= f.job[q.first_job].chunks;
 }
 
 // The movers of all CTAs have done a queue's oldest job.
@@ -1077,13 +1128,21 @@ BELFRY_DEVICE BELFRY_INLINE void copy_aligned(Board& board, std::uint32_t number
 
 // ---- Brief queues ----
 
-// What the front's cache knows of a key; nothing if it does not know it with these rights.
-BELFRY_DEVICE BELFRY_INLINE Range cached_range(const Front& f, std::uint32_t key_in_wqe,
-                                               std::uint32_t peer, std::uint32_t need) {
-  const Access a{true, mlx5::swap_bytes(key_in_wqe), peer, need, 0};
+// Looks the place up in the front's cache, unless it is the one that is known; nothing if the cache
+// does not know it with these rights.
+BELFRY_DEVICE BELFRY_INLINE void get_to_know(const Front& f, Known& here, Known& home,
+                                             std::uint64_t address, std::uint32_t key,
+                                             std::uint32_t peer, std::uint32_t need) {
+  if (address == here.address && key == here.key) return;
+  const Access a{true, mlx5::swap_bytes(key), peer, need, mlx5::swap_bytes(address)};
   const KeyEntry& e = f.cache[cache_place(a)];
-  if (a.key == 0 || e.key != a.key || e.peer != peer || (e.access & need) != need) return {};
-  return {e.iova, e.bytes, e.pointer - e.iova, key_in_wqe};
+  const std::byte* const pointer = admitted(e, a, 1);
+  const std::uint64_t bytes = e.bytes - (a.address - e.iova);
+  here = {address, reinterpret_cast<std::uint64_t>(pointer), pointer != nullptr ? key : 0,
+          pointer == nullptr    ? 0
+          : bytes > 0xffffffffu ? 0xffffffffu
+                                : static_cast<std::uint32_t>(bytes)};
+  home = here;
 }
 
 // What a lane keeps in registers of its queue between looks at it. `plain`: a queue that it may
@@ -1093,6 +1152,7 @@ struct Own {
   const std::uint32_t* record;
   const std::byte* ring;
   std::uint32_t mask, consumer;
+  std::uint32_t write_control;  // the second word of a WRITE's control segment
   std::uint32_t room;  // CQEs that may be written before the consumer's index is read again
   bool used, plain, chains, mixed;
 };
@@ -1102,25 +1162,31 @@ struct Own {
 // serves them, each lane its own queue: nothing is handed from lane to lane, and no value lies in
 // memory before the signal has left.
 struct Brief {
-  std::uint32_t wqes;                     // that are served like this, from the first on
-  bool writes, adds, data, large, asked;  // asked: for a CQE of the last
-  std::uint32_t bytes, key;               // of the WRITE
-  std::uint64_t to, from, signal, result, operand;
+  std::uint32_t wqes;        // that are served like this, from the first on; 0: nothing below holds
+  bool writes, adds, asked;  // asked: for a CQE of the last
+  bool data, large;          // the WRITE's, of memory
+  std::uint32_t bytes, key;  // of the WRITE
+  std::uint64_t to, from;    // of a WRITE of memory
+  std::uint64_t signal, result, operand;
 };
 
 BELFRY_DEVICE BELFRY_INLINE const Word16* block_at(const Own& own, std::uint32_t index) {
   return reinterpret_cast<const Word16*>(own.ring + (index & own.mask) * std::uint64_t{64});
 }
 
-// Reads and checks one or two WQEs from `index` on, and stores the payload if it is a word. The
-// FETCH_ADD is looked at while that travels.
+// Reads and checks one or two WQEs from `index` on, and stores the payload if it is a word: that is
+// what everybody waits for, so the FETCH_ADD is looked at while the payload travels.
 template <bool Traced>
-BELFRY_DEVICE BELFRY_INLINE Brief begin_brief(Front& f, const Own& own, std::uint32_t index,
-                                              std::uint32_t available, bool only_large,
-                                              std::uint32_t lane,
-                                              [[maybe_unused]] std::uint64_t& fetched_ns,
-                                              [[maybe_unused]] std::uint64_t& moved_ns) {
+BELFRY_DEVICE BELFRY_INLINE void begin_brief(Front& f, const Own& own, std::uint32_t index,
+                                             std::uint32_t available, bool only_large,
+                                             std::uint32_t lane, Brief& b,
+                                             [[maybe_unused]] std::uint64_t& fetched_ns,
+                                             [[maybe_unused]] std::uint64_t& moved_ns) {
   const std::uint32_t last = index + available - 1;
+  const std::uint32_t first_control =
+      mlx5::be32((index & 0xffff) << 8 | static_cast<std::uint32_t>(mlx5::Opcode::rdma_write)).raw;
+  const std::uint32_t last_control =
+      mlx5::be32((last & 0xffff) << 8 | static_cast<std::uint32_t>(mlx5::Opcode::fetch_add)).raw;
   const Word16* const first_block = block_at(own, index);
   const Word16* const last_block = block_at(own, last);
   const Word16 w0 = load_word16(first_block), w1 = load_word16(first_block + 1),
@@ -1129,87 +1195,80 @@ BELFRY_DEVICE BELFRY_INLINE Brief begin_brief(Front& f, const Own& own, std::uin
                a2 = load_word16(last_block + 2), a3 = load_word16(last_block + 3);
   // While those travel.
   HotQp& q = f.qp[lane];
-  Ranges& known = f.ranges[lane];
-  const std::uint32_t qpn = peek(q.qpn), zero = peek(f.zero);
+  KnownPlaces& known = f.known[lane];
+  const std::uint32_t zero = peek(f.zero);
   const bool dirty = peek(q.dirty);
-  Range data = peek_range(known.data), source = peek_range(known.source);
-  Range signal = peek_range(known.signal), result = peek_range(known.result);
+  Known data = peek(known.data), signal = peek(known.signal), result = peek(known.result);
   if constexpr (Traced) {
-    if (w0.low == ~0ull || a0.low == ~0ull) return {};  // as in serve_fast()
+    if (w0.low == ~0ull || a0.low == ~0ull) return;  // as in serve_fast()
     fetched_ns = now_ns();
   }
   // Not before everything has been asked for: ptxas would use registers twice, and wait for one
   // trip to memory before it begins the next.
   const std::uint32_t after_all = low(a3.low) & zero;
   // The whole of a control segment's first half, its index and QPN among it.
-  const auto begins_as = [&](Word16 control, std::uint32_t at, mlx5::Opcode opcode,
-                             std::uint32_t ds) {
-    return (low(control.low) ^ after_all) ==
-               mlx5::be32((at & 0xffff) << 8 | static_cast<std::uint32_t>(opcode)).raw &&
-           high(control.low) == mlx5::be32(qpn << 8 | ds).raw;
-  };
-  Brief b = {};
-  if (begins_as(w0, index, mlx5::Opcode::rdma_write, 3)) {
-    const std::uint32_t size = mlx5::swap_bytes(low(w2.low)), key = low(w1.high);
-    const bool word = size == (8 | mlx5::inline_flag) || size == (4 | mlx5::inline_flag);
-    if (key != data.key) [[unlikely]] {
-      known.data = data = cached_range(f, key, q.peer, access::remote_write);
-    }
+  if ((low(w0.low) ^ after_all) == first_control && high(w0.low) == own.write_control) {
+    const std::uint32_t size = mlx5::swap_bytes(low(w2.low));
+    get_to_know(f, data, known.data, w1.low, low(w1.high), q.peer, access::remote_write);
+    const auto place = static_cast<std::uint32_t>(data.pointer);
     b.bytes = size & ~mlx5::inline_flag;
-    b.key = mlx5::swap_bytes(key);
-    b.to = data.place(key, mlx5::swap_bytes(w1.low), b.bytes);
+    b.key = mlx5::swap_bytes(data.key);
+    const bool asks = asks_for_cqe(w0);
+    bool fits =
+        data.key != 0 && b.bytes <= data.bytes && (!asks || (available == 1 && own.room != 0));
     // Behind stores to another registration stands a fence, which is not for here.
-    const bool in_order = !dirty || (b.key == q.dirty_rkey && !f.ordered_writes);
-    if (word) {
+    if (dirty) fits = fits && b.key == q.dirty_rkey && !f.ordered_writes;
+    b.data = b.large = false;
+    if ((size & mlx5::inline_flag) != 0) {
       // What is atomic is aligned to its size.
-      b.writes = b.to != 0 && (low(b.to) & (b.bytes - 1)) == 0 && in_order && !only_large;
-      if (b.writes) {
+      fits = fits && (b.bytes == 8 || b.bytes == 4) && (place & (b.bytes - 1)) == 0 && !only_large;
+      if (fits) {
         const std::uint64_t value = static_cast<std::uint64_t>(low(w2.high)) << 32 | high(w2.low);
         if (b.bytes == 8) {
-          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.to), value);
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(data.pointer),
+                                               value);
         } else {
-          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(b.to), low(value));
+          store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint32_t*>(data.pointer),
+                                               low(value));
         }
       }
-    } else if ((size & mlx5::inline_flag) == 0 && size != 0) {
-      if (high(w2.low) != source.key) [[unlikely]] {
-        known.source = source = cached_range(f, high(w2.low), 0, 0);
-      }
-      b.from = source.place(high(w2.low), mlx5::swap_bytes(w2.high), b.bytes);
+    } else {
+      Known source = peek(known.source);
+      get_to_know(f, source, known.source, w2.high, high(w2.low), 0, 0);
+      b.to = data.pointer;
+      b.from = source.pointer;
       b.large = size > team_bytes;
       b.data = !b.large;
+      fits = fits && size != 0 && source.key != 0 && size <= source.bytes;
       // As copy_aligned() would have it.
-      b.writes = b.to != 0 && b.from != 0 && in_order &&
-                 (b.large || (((low(b.to) | low(b.from) | b.bytes) & 15) == 0 && !only_large));
+      if (b.data) fits = fits && ((place | low(b.from) | size) & 15) == 0 && !only_large;
     }
-    b.asked = asks_for_cqe(w0);
-    b.writes = b.writes && (!b.asked || (own.room != 0 && available == 1));
-    b.wqes = b.writes ? 1 : 0;
-    if (!b.writes) b.data = b.large = false;
+    if (!fits) return;
+    b.writes = true;
+    b.asked = asks;
+    b.wqes = 1;
+    if (available == 1 || b.large) return;
+  } else if (available != 1) {
+    return;
   }
   if constexpr (Traced) moved_ns = now_ns();
-  if (begins_as(a0, last, mlx5::Opcode::fetch_add, 4) && low(a3.low) == mlx5::be32(8).raw &&
-      b.wqes + 1 == available && !b.large && !only_large) {
-    const std::uint32_t key = low(a1.high), result_key = high(a3.low);
-    if (key != signal.key) [[unlikely]] {
-      known.signal = signal = cached_range(f, key, q.peer, access::remote_atomic);
-    }
-    if (result_key != result.key) [[unlikely]] {
-      known.result = result = cached_range(f, result_key, 0, access::local_write);
-    }
-    b.signal = signal.place(key, mlx5::swap_bytes(a1.low), 8);
-    b.result = result.place(result_key, mlx5::swap_bytes(a3.high), 8);
-    b.operand = mlx5::swap_bytes(a2.low);
-    b.asked = asks_for_cqe(a0);
-    b.adds = b.signal != 0 && b.result != 0 && ((low(b.signal) | low(b.result)) & 7) == 0 &&
-             (!b.asked || own.room != 0);
-    if (b.adds) {
-      b.wqes = available;
-    } else {
-      b.asked = false;
-    }
+  if (low(a0.low) != last_control || high(a0.low) != (own.write_control ^ mlx5::be32(3 ^ 4).raw) ||
+      low(a3.low) != mlx5::be32(8).raw || only_large) {
+    return;
   }
-  return b;
+  get_to_know(f, signal, known.signal, a1.low, low(a1.high), q.peer, access::remote_atomic);
+  get_to_know(f, result, known.result, a3.high, high(a3.low), 0, access::local_write);
+  b.signal = signal.pointer;
+  b.result = result.pointer;
+  b.operand = mlx5::swap_bytes(a2.low);
+  const bool asks = asks_for_cqe(a0);
+  if (signal.key == 0 || result.key == 0 || signal.bytes < 8 || result.bytes < 8 ||
+      ((low(b.signal) | low(b.result)) & 7) != 0 || (asks && own.room == 0)) {
+    return;
+  }
+  b.adds = true;
+  b.asked = asks;
+  b.wqes = available;
 }
 
 // The signal, the CQE, and what the rest of the front must know.
@@ -1398,7 +1457,7 @@ BELFRY_DEVICE __noinline__ void take_note(const Tables& t, Front& f, std::uint32
                                           std::uint32_t lane) {
   f.cache[lane].key = 0;
   f.cache[lane + lanes].key = 0;
-  f.ranges[lane] = {};
+  f.known[lane] = {};
   __syncwarp();
   if (lane == 0) {
     const auto word = [&](std::uint32_t i) {
@@ -1560,6 +1619,7 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
     own.record = own.used ? &q.record->send.raw : nullptr;
     own.ring = q.ring;
     own.mask = q.mask;
+    own.write_control = mlx5::be32(q.qpn << 8 | 3).raw;
     own.consumer = q.consumer;
     own.room = cq.ignore_overrun
                    ? ~0u
@@ -1600,7 +1660,8 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       const HotQp& q = f.qp[lane];
       if (own.used && !own.plain && (!draining || q.jobs != 0)) {
         work = look(t, f, f.qp[lane], id, said);
-        if (!work && own.chains && !draining && f.busy_jobs != all_jobs) {
+        if (!work && own.chains && !draining && f.busy_jobs != all_jobs &&
+            nearly_taken(t, f, q, id)) {
           // Acquire: as above.
           said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(own.record)) & 0xffff;
           work = chained = ((said - own.consumer) & 0xffff) > 1;
@@ -1616,13 +1677,16 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
     if constexpr (Traced) seen_ns = now_ns();
 
     const std::uint32_t available = (said - own.consumer) & 0xffff;
-    Brief brief = {};
+    Brief brief;
+    brief.wqes = 0;
+    brief.writes = brief.adds = brief.data = brief.large = brief.asked = false;
     [[maybe_unused]] std::uint64_t fetched_ns = 0, moved_ns = 0;
     if (work && (chained || (own.plain && available <= 2))) {
-      brief = begin_brief<Traced>(f, own, own.consumer + (chained ? 1 : 0), chained ? 1 : available,
-                                  chained, lane, fetched_ns, moved_ns);
+      begin_brief<Traced>(f, own, own.consumer + (chained ? 1 : 0), chained ? 1 : available,
+                          chained, lane, brief, fetched_ns, moved_ns);
     }
-    for (std::uint32_t rest = __ballot_sync(all_lanes, brief.data); rest != 0; rest &= rest - 1) {
+    for (std::uint32_t rest = __ballot_sync(all_lanes, brief.wqes != 0 && brief.data); rest != 0;
+         rest &= rest - 1) {
       const std::uint32_t slot = first_of(rest);
       copy_aligned(board, f.warp, from_lane(reinterpret_cast<std::byte*>(brief.to), slot),
                    from_lane(reinterpret_cast<const std::byte*>(brief.from), slot),
@@ -1646,7 +1710,7 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       }
       __syncwarp();
     }
-    const std::uint32_t large = __ballot_sync(all_lanes, brief.large);
+    const std::uint32_t large = __ballot_sync(all_lanes, brief.wqes != 0 && brief.large);
     if (large != 0) {
       // One of them begins, the others are found again.
       if (lane == first_of(large)) {
@@ -1725,6 +1789,15 @@ BELFRY_DEVICE __noinline__ void run_front(const Tables& t, std::uint32_t warp, s
 
 // ---- A scout ----
 
+// Copies the word by which movers know the jobs of the grid.
+BELFRY_DEVICE BELFRY_INLINE void show_grid(const Tables& t, Board& board) {
+  const std::uint64_t active = load<Order::relaxed, Scope::device>(t.grid_active);
+  const std::uint64_t before = board.grid_active;
+  if (active == before) return;
+  *const_cast<volatile std::uint64_t*>(&board.grid_active) = active;
+  if ((active & ~before) != 0) call_movers(board);
+}
+
 // Copies the host's command to where fronts read it fast, carries out its part, and answers when
 // every front has taken note.
 BELFRY_DEVICE __noinline__ void carry_out(const Tables& t, std::uint32_t request,
@@ -1760,8 +1833,7 @@ BELFRY_DEVICE __noinline__ void carry_out(const Tables& t, std::uint32_t request
     // Acquire: the front's reply and its counters.
     while (load<Order::acquire, Scope::device>(&t.seen_epoch[i]) != epoch) {
       // Large copies may have to end first.
-      store<Order::relaxed, Scope::block>(&board.grid_active,
-                                          load<Order::relaxed, Scope::device>(t.grid_active));
+      show_grid(t, board);
       if (low(load<Order::relaxed, Scope::system>(&t.mail->stop_request)) != 0) return;
     }
   }
@@ -1805,8 +1877,7 @@ BELFRY_DEVICE __noinline__ void run_scout(const Tables& t) {
   std::int64_t last = clock64();
   fetch_add<Order::release, Scope::device>(t.arrived, 1u);
   for (;;) {
-    store<Order::relaxed, Scope::block>(&board.grid_active,
-                                        load<Order::relaxed, Scope::device>(t.grid_active));
+    show_grid(t, board);
     if (!control) {
       const std::uint32_t now = load<Order::acquire, Scope::device>(t.epoch);
       if (now == stop_epoch) {
@@ -1851,6 +1922,8 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
   Shared& shared = shared_of_cta();
   auto* words = reinterpret_cast<std::uint32_t*>(&shared);
   for (std::uint32_t i = threadIdx.x; i < sizeof(Shared) / 4; i += blockDim.x) words[i] = 0;
+  __syncthreads();
+  if (threadIdx.x == 0) prepare_call(shared.board);
   __syncthreads();
   const std::uint32_t warp = threadIdx.x / lanes, lane = threadIdx.x % lanes;
   const std::uint32_t warps = blockDim.x / lanes;
