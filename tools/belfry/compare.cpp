@@ -33,7 +33,8 @@ enum class Form {
 };
 
 // `bytes` 0: the best of all sizes. `bar` 0: a ratio that nothing is asked of. Ours are named by
-// benchmark and path, theirs as their programs name them.
+// benchmark and path, theirs as their programs name them; where these tried several variants, the
+// best one, or the one that is named.
 struct Comparison {
   const char* ours;
   std::uint64_t bytes;
@@ -41,6 +42,7 @@ struct Comparison {
   const char* theirs;
   Form form;
   double bar;
+  const char* variant = nullptr;
 };
 
 constexpr std::uint64_t kib = 1024, mib = 1024 * kib;
@@ -64,11 +66,22 @@ constexpr Comparison comparisons[] = {
     {"bandwidth lsa", 0, "nvshmem", "put_bandwidth", Form::ratio_at_least, 1.0},
     {"bandwidth lsa", 64 * mib, "nccl", "send_recv_bandwidth", Form::ratio_at_least, 0},
     {"latency direct", 8, nullptr, nullptr, Form::value_at_most, 2.4},
+    {"latency direct value", 8, nullptr, nullptr, Form::value_at_most, 2.4},
     {"latency direct", 16 * kib, nullptr, nullptr, Form::value_at_most, 3.2},
     {"latency direct", 4, "belfry", "latency host", Form::times_faster, 4.0},
     {"latency direct", mib, "belfry", "latency host", Form::times_faster, 1.0},
-    {"latency direct", 4, "nccl", "send_recv", Form::times_faster, 4.0},
-    {"latency direct", mib, "nccl", "send_recv", Form::times_faster, 1.0},
+    // As the CPU starts them: one and waited for, as `host` is measured, or a stream that is filled
+    // ahead of the GPU; then without the CPU.
+    {"latency direct", 4, "nccl", "send_recv", Form::times_faster, 4.0, "launch to sync"},
+    {"latency direct", 4, "nccl", "send_recv", Form::times_faster, 4.0, "ping-pong in stream"},
+    {"latency direct", 4, "nccl", "send_recv", Form::times_faster, 4.0, "ping-pong in graph"},
+    {"latency direct", mib, "nccl", "send_recv", Form::times_faster, 1.0, "launch to sync"},
+    {"latency direct", mib, "nccl", "send_recv", Form::times_faster, 1.0, "ping-pong in stream"},
+    {"latency direct on 16 SMs", mib, "nccl", "send_recv", Form::times_faster, 1.0,
+     "ping-pong in stream"},
+    {"latency direct on 16 SMs", mib, "nccl", "send_recv", Form::times_faster, 1.0,
+     "ping-pong in graph"},
+    {"latency direct on 16 SMs", 16 * kib, nullptr, nullptr, Form::value_at_most, 3.2},
     {"rate direct, 16 queues x 32 lanes", 8, nullptr, nullptr, Form::value_at_least, 40},
     {"rate direct, 1 queue x 32 lanes", 8, "belfry", "rate direct, 1 queue x 1 lane",
      Form::ratio_at_least, 8},
@@ -77,7 +90,7 @@ constexpr Comparison comparisons[] = {
 };
 
 // Of our paths over SoftNIC, those that `belfry bench latency` measures on GPUs.
-constexpr const char* nic_paths = "direct,host";
+constexpr const char* nic_paths = "direct,direct value,host";
 
 // ---- one run of one program ----
 
@@ -116,7 +129,11 @@ double positive(const nlohmann::json& row, const char* field) {
   return value;
 }
 
-// The figures of one run; where a program tried several variants, the best of them.
+std::string with_variant(const std::string& what, const std::string& variant) {
+  return what + ", " + variant;
+}
+
+// The figures of one run: every variant's, and under the name alone the best of them.
 std::map<Key, Figure> read_report(const std::string& source, const nlohmann::json& json) {
   if (!json.is_object() || !json.contains("rows") || !json["rows"].is_array()) {
     no_report("no rows");
@@ -136,6 +153,10 @@ std::map<Key, Figure> read_report(const std::string& source, const nlohmann::jso
                   row.value("variant", ""),
                   row.value("unit", unit)};
     const Key key{source, what, row["bytes"].get<std::uint64_t>()};
+    if (!figure.variant.empty()) {
+      figures.insert_or_assign({source, with_variant(what, figure.variant), std::get<2>(key)},
+                               figure);
+    }
     const auto [at, is_new] = figures.try_emplace(key, figure);
     if (!is_new && better(figure.unit, figure.value, at->second.value))
       at->second = std::move(figure);
@@ -240,6 +261,8 @@ std::vector<Program> programs_of(const CompareOptions& options) {
   programs.push_back(ours("belfry, bandwidth", {"bandwidth", "--sizes", "1M,16M,64M"}));
   programs.push_back(
       ours("belfry, NIC", {"latency", "--path", nic_paths, "--sizes", "4,8,16K,1M"}));
+  programs.push_back(ours("belfry, NIC on 16 SMs",
+                          {"latency", "--path", "direct on 16 SMs", "--sizes", "16K,1M"}));
   if (wanted("nccl")) programs.push_back(theirs("nccl", "4,8,1K,16K,1M,64M"));
   programs.push_back(ours("belfry, rate", {"rate"}));
   if (options.iterations != 0) {
@@ -299,15 +322,18 @@ nlohmann::json json_of(const std::vector<Figure>& rounds) {
 // Prints one line and returns it as JSON.
 nlohmann::json judge(const Comparison& c, const Figures& figures) {
   const std::vector<Figure>* ours = find(figures, "belfry", c.ours, c.bytes);
+  const std::string their_name = c.source == nullptr    ? ""
+                                 : c.variant == nullptr ? c.theirs
+                                                        : with_variant(c.theirs, c.variant);
   const std::vector<Figure>* theirs =
-      c.source == nullptr ? nullptr : find(figures, c.source, c.theirs, c.bytes);
+      c.source == nullptr ? nullptr : find(figures, c.source, their_name.c_str(), c.bytes);
   const bool alone = c.source == nullptr;
   const bool measured = ours != nullptr && (alone || theirs != nullptr);
   const std::string size = c.bytes == 0 ? "best" : size_text(c.bytes);
   nlohmann::json json{{"what", c.ours}, {"bytes", c.bytes}, {"bar", c.bar}};
   if (ours != nullptr) json["ours"] = json_of(*ours);
   if (!alone) {
-    json["against"] = fmt::format("{} {}", c.source, c.theirs);
+    json["against"] = fmt::format("{} {}", c.source, their_name);
     if (theirs != nullptr) json["theirs"] = json_of(*theirs);
   }
   std::string result = "-";
@@ -330,7 +356,7 @@ nlohmann::json judge(const Comparison& c, const Figures& figures) {
     }
   }
   std::printf("   %-34s %8s %22s   %-38s %22s   %s\n", c.ours, size.c_str(), text_of(ours).c_str(),
-              alone ? "" : fmt::format("{} {}", c.source, c.theirs).c_str(),
+              alone ? "" : fmt::format("{} {}", c.source, their_name).c_str(),
               alone ? "" : text_of(theirs).c_str(), result.c_str());
   return json;
 }
@@ -351,7 +377,8 @@ nlohmann::json print_others(const Figures& figures) {
   bool first = true;
   for (const auto& [key, rounds] : figures) {
     const auto& [source, what, bytes] = key;
-    if (is_compared(key)) continue;
+    const bool is_variant = what.ends_with(with_variant("", rounds.back().variant));
+    if (is_variant || is_compared(key)) continue;
     if (first) std::printf("   not compared:\n");
     first = false;
     std::printf("   %-34s %8s %22s   %s\n", fmt::format("{} {}", source, what).c_str(),

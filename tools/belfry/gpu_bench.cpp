@@ -80,7 +80,8 @@ struct Column {
   std::vector<unsigned> (*groups)(std::uint64_t bytes);
   std::uint64_t largest;  // message
   Play play;
-  Message message{};  // of play_in_kernel alone
+  Message message{};       // of play_in_kernel alone
+  std::uint32_t ctas = 0;  // of SoftNIC's kernel; 0: as many as a communicator takes by itself
 };
 
 std::vector<double> play_in_kernel(const Column& column, Comm& comm, unsigned threads,
@@ -159,6 +160,8 @@ const Column columns[] = {
     {"direct, Net", Path::direct, one_thread, any_size, play_in_kernel, Message::direct_net},
     {"packets", Path::lsa, any_group, 64 * 1024, play_in_kernel, Message::packets},
     {"direct", Path::direct, poster, any_size, play_in_kernel, Message::direct},
+    {"direct value", Path::direct, one_thread, 8, play_in_kernel, Message::direct_value},
+    {"direct on 16 SMs", Path::direct, one_thread, any_size, play_in_kernel, Message::direct, 16},
     {"proxy", Path::proxy, one_thread, any_size, play_in_kernel, Message::proxy},
     {"host", Path::host, one_thread, any_size, play_in_stream},
 };
@@ -194,10 +197,10 @@ Best measure(Comm& comm, Window& window, const Column& column, std::uint64_t byt
 void print(const BenchOptions& options, const std::vector<Best>& figures) {
   std::printf("One-way latency between kernels, us, half of a round trip\n   %s\n",
               gpu_line(2).c_str());
-  std::printf("   %8s  %-11s %8s %8s  %s\n", "bytes", "path", "p50", "p99", "threads");
+  std::printf("   %8s  %-16s %8s %8s  %s\n", "bytes", "path", "p50", "p99", "threads");
   nlohmann::json json = report("latency", "us");
   for (const Best& f : figures) {
-    std::printf("   %8s  %-11s %8.2f %8.2f  %u\n", size_text(f.bytes).c_str(), f.column.c_str(),
+    std::printf("   %8s  %-16s %8.2f %8.2f  %u\n", size_text(f.bytes).c_str(), f.column.c_str(),
                 f.us.p50, f.us.p99, f.threads);
     json["rows"].push_back({{"path", f.column},
                             {"bytes", f.bytes},
@@ -370,7 +373,9 @@ int gpu_bench_latency(const BenchOptions& options, const std::vector<std::string
       if (!wanted(options, column.name)) continue;
       std::unique_ptr<Comm> comm;
       try {
-        comm = Comm::create(bootstrap, gpu_options(options, column.path, bootstrap->rank()));
+        CommOptions comm_options = gpu_options(options, column.path, bootstrap->rank());
+        if (column.ctas != 0) comm_options.softnic.ctas = column.ctas;
+        comm = Comm::create(bootstrap, comm_options);
       } catch (const Error& e) {
         if (!options.paths.empty()) throw;
         if (bootstrap->rank() == 0) std::printf("   %s left out: %s\n", column.name, e.what());
@@ -379,7 +384,9 @@ int gpu_bench_latency(const BenchOptions& options, const std::vector<std::string
       Window window = comm->window(8 * largest + 4096);
       fill_random(window, 17 + static_cast<std::uint64_t>(comm->rank()));
       for (const std::uint64_t bytes : sizes) {
-        if (bytes > column.largest) continue;
+        if (bytes > column.largest || (column.message == Message::direct_value && bytes != 8)) {
+          continue;
+        }
         std::uint64_t iterations = options.iterations;
         if (iterations == 0) iterations = bytes <= 65536 ? 2000 : 300;
         figures.push_back(

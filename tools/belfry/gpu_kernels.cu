@@ -15,7 +15,7 @@ namespace {
 
 // ---- latency ----
 
-enum class Form { put, packet, net_put };
+enum class Form { put, value, packet, net_put };
 
 template <Path P, Form F, class Group>
 __device__ void play(const DeviceComm& comm, const Group& group, const PingPong& p,
@@ -40,6 +40,8 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
       if constexpr (F == Form::packet) {
         const auto tag = p.first_tag + static_cast<std::uint32_t>(i - late);
         status = link.put_packet(group, to.offset, from.offset, p.bytes, tag).status;
+      } else if constexpr (F == Form::value) {
+        status = link.put_value(group, to.offset, i, signal_inc{0}).status;
       } else if constexpr (F == Form::put) {
         status = link.put(group, to.offset, from.offset, p.bytes, signal_inc{0}).status;
       } else {
@@ -104,6 +106,7 @@ PingPongKernel kernel_of(Message message, unsigned threads) {
     case Message::direct:
       return threads == 1 ? ping_pong_gpu<Path::direct, Form::put, 1>
                           : ping_pong_gpu<Path::direct, Form::put, 32>;
+    case Message::direct_value: return ping_pong_gpu<Path::direct, Form::value, 1>;
     case Message::direct_net: return ping_pong_gpu<Path::direct, Form::net_put, 1>;
     case Message::proxy: return ping_pong_gpu<Path::proxy, Form::put, 1>;
   }

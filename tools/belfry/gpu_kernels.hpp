@@ -22,7 +22,7 @@ struct Stamps;
 struct PeerStamps;
 
 // How messages are sent and awaited; those of Net look peer and windows up at every call.
-enum class Message { lsa, lsa_net, packets, direct, direct_net, proxy };
+enum class Message { lsa, lsa_net, packets, direct, direct_value, direct_net, proxy };
 
 struct PingPong {
   std::uint32_t window;
