@@ -265,7 +265,7 @@ void set_up(const Setup& setup) {
     config.faults = setup.faults;
     config.pacing.latency = setup.latency;
     config.pacing.bytes_per_second = setup.rate;
-    config.lifetime = 50s;
+    config.lifetime = short_form() ? 600s : 50s;
     r.engine = std::make_unique<softnic::KernelEngine>(config);
     r.comm = {};
     r.error = give<ErrorRecord>(r, 1);
@@ -854,6 +854,11 @@ std::vector<Case> many_cases(bool large) {
     cases.push_back({8, dst + 3, bytes});
     cases.push_back({12, dst + 8, bytes});
   }
+  if (short_form()) {
+    std::vector<Case> some;
+    for (std::size_t i = 0; i < cases.size(); i += 7) some.push_back(cases[i]);
+    return some;
+  }
   if (large) {
     cases.push_back({0, dst, 64 * mib});
     cases.push_back({16, dst + 32, 64 * mib - 5});
@@ -906,6 +911,9 @@ void clear_window(Rank& r, std::uint64_t offset, std::uint64_t bytes) {
   finish(r, "clearing the window");
 }
 
+// The short form is for tools under which a kernel takes a hundred times as long.
+std::uint32_t rounds_of(std::uint32_t rounds) { return short_form() ? rounds / 50 + 2 : rounds; }
+
 void run_tests() {
   std::printf("-- tests\n");
   set_up({});
@@ -913,10 +921,11 @@ void run_tests() {
             "puts of 1 B to 64 MiB at odd places arrive whole, and touch nothing beside");
   data_test(many_cases(false), 1, false, 1, "the same the other way, with an ordinary CQ");
   data_test(many_cases(true), 2, true, 1, "gets bring the peer's bytes");
-  order_test(0, 8192, 2000, "a signal arrives after 8 KiB and two values put before it");
-  order_test(1, 64, 2000, "the same for 64 bytes");
-  order_test(2, 512 * 1024, 200, "the same for 512 KiB, copied by every CTA");
-  lanes_test(500, "16 warps on 16 queues, 32 lanes each post together through rings that wrap");
+  order_test(0, 8192, rounds_of(2000), "a signal arrives after 8 KiB and two values put before it");
+  order_test(1, 64, rounds_of(2000), "the same for 64 bytes");
+  order_test(2, 512 * 1024, rounds_of(200), "the same for 512 KiB, copied by every CTA");
+  lanes_test(rounds_of(500),
+             "16 warps on 16 queues, 32 lanes each post together through rings that wrap");
 
   clear_window(ranks[1], 32 * mib, mib);
   launch_on(ranks[1]);
@@ -947,13 +956,14 @@ void run_tests() {
 
   // Queue 8 shares queue 0's front: 8 fronts.
   launch_on(ranks[0]);
-  small_beside_large<<<1, 1, 0, ranks[0].stream>>>(ranks[0].comm, 8, 64 * mib, ranks[0].pinned);
+  small_beside_large<<<1, 1, 0, ranks[0].stream>>>(
+      ranks[0].comm, 8, short_form() ? 2 * mib : 64 * mib, ranks[0].pinned);
   CHECK_CUDA(cudaGetLastError());
   finish_both("small beside large");
   const double small = static_cast<double>(ranks[0].pinned[8]) / 1000;
   const double large = static_cast<double>(ranks[0].pinned[9]) / 1000;
   std::printf("     8 bytes beside 64 MiB: %.1f us, the 64 MiB %.1f us\n", small, large);
-  expect(run_both("small beside large") && small < large / 4,
+  expect(run_both("small beside large") && (short_form() || small < large / 4),
          "a small put does not wait for a large one on another queue of its front");
 
   const softnic::Statistics s = ranks[0].engine->counters();
@@ -961,7 +971,9 @@ void run_tests() {
               static_cast<unsigned long long>(s.rings), static_cast<unsigned long long>(s.wqes),
               static_cast<unsigned long long>(s.cqes),
               static_cast<unsigned long long>(s.bytes / 1000000));
-  expect(s.wqes > 300000 && s.bytes > 64 * mib && s.reports == 0, "counters count");
+  expect(s.wqes > (short_form() ? 1000 : 300000) && s.bytes > (short_form() ? 1 : 64) * mib &&
+             s.reports == 0,
+         "counters count");
 
   // Errors, on queues of their own; the first one is sticky for the rank.
   Rank& r = ranks[0];
@@ -1045,8 +1057,8 @@ void run_tests() {
   other.host_queue = true;
   set_up(other);
   data_test(few_cases(), 0, false, 0, "one CTA, rings waited for, ordered WRITEs: data");
-  order_test(1, 8192, 500, "the same: order");
-  lanes_test(100, "the same: lanes");
+  order_test(1, 8192, rounds_of(500), "the same: order");
+  lanes_test(rounds_of(100), "the same: lanes");
   data_test(few_cases(), contexts - 1, false, 0, "a queue in pinned host memory works");
 
   Setup faulty;
@@ -1057,15 +1069,15 @@ void run_tests() {
   set_up(faulty);
   data_test(few_cases(), 0, false, 0, "with delays and drops (the engine's general code): data");
   data_test(few_cases(), 4, true, 0, "the same: gets");
-  order_test(1, 4096, 200, "the same: order");
-  lanes_test(20, "the same: lanes");
+  order_test(1, 4096, rounds_of(200), "the same: order");
+  lanes_test(rounds_of(20), "the same: lanes");
   ranks[0].engine->set_faults({});
   data_test(many_cases(false), 0, false, 0, "faults can be taken away while it runs");
 
   Setup late;
   late.faults.late_placement = true;
   set_up(late);
-  order_test(0, 4096, 200, "with payloads placed as late as may be: order");
+  order_test(0, 4096, rounds_of(200), "with payloads placed as late as may be: order");
 
   Setup paced;
   paced.latency = 5us;
@@ -1073,16 +1085,18 @@ void run_tests() {
   set_up(paced);
   data_test(few_cases(), 0, false, 0, "paced: data");
   launch_on(ranks[0]);
-  stream_puts<<<1, 1, 0, ranks[0].stream>>>(ranks[0].comm, 16 * mib, 8, ranks[0].pinned);
+  const std::uint32_t puts = short_form() ? 1 : 8;
+  stream_puts<<<1, 1, 0, ranks[0].stream>>>(ranks[0].comm, 16 * mib, puts, ranks[0].pinned);
   CHECK_CUDA(cudaGetLastError());
   finish_both("paced");
-  const double rate = 8.0 * 16 * mib / static_cast<double>(ranks[0].pinned[8]);
+  const double rate = 1.0 * puts * 16 * mib / static_cast<double>(ranks[0].pinned[8]);
   std::printf("     paced at 50 GB/s: %.1f GB/s\n", rate);
-  expect(run_both("paced") && rate > 35 && rate < 51, "paced: a link of 50 GB/s is no faster");
+  expect(run_both("paced") && (short_form() || rate > 35) && rate < 51,
+         "paced: a link of 50 GB/s is no faster");
 
   const auto start = std::chrono::steady_clock::now();
   bool good = true;
-  for (int i = 0; i < 20; ++i) {
+  for (int i = 0; i < (short_form() ? 3 : 20); ++i) {
     Setup again;
     again.ctas = 1 + static_cast<std::uint32_t>(i % 4);
     set_up(again);
@@ -1094,8 +1108,8 @@ void run_tests() {
   }
   take_down();
   const std::chrono::duration<double> took = std::chrono::steady_clock::now() - start;
-  std::printf("     20 times two engines with 32 queues: %.2f s\n", took.count());
-  expect(good, "engines are created and end 20 times, one while the other runs");
+  std::printf("     two engines with 32 queues, again and again: %.2f s\n", took.count());
+  expect(good, "engines are created and end many times, one while the other runs");
 }
 
 // ---- Figures ----
