@@ -87,9 +87,9 @@ __device__ void exchange_by_link(const DeviceComm& comm, const Group& group, con
   note(net.put(group, peer, {job.window, link_part}, {job.window, 0}, 100, signal_inc{4}).status);
   note(net.wait_signal(group, 4, 1));
   note(net.quiet(group, peer));
-  if (wrong != 0) belfry::fetch_add<Order::relaxed, Scope::system>(&result->wrong, wrong);
-  if (failures != 0) belfry::fetch_add<Order::relaxed, Scope::system>(&result->failures, failures);
-  if (group.leader()) belfry::fetch_add<Order::relaxed, Scope::system>(&result->finished, 1u);
+  if (wrong != 0) belfry::fetch_add<Order::relaxed, Scope::device>(&result->wrong, wrong);
+  if (failures != 0) belfry::fetch_add<Order::relaxed, Scope::device>(&result->failures, failures);
+  if (group.leader()) belfry::fetch_add<Order::relaxed, Scope::device>(&result->finished, 1u);
 }
 
 // By the bits of a PathSet: nvcc's stubs of kernels cannot name a class as a template's argument.
