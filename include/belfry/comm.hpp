@@ -49,7 +49,7 @@ struct SoftnicOptions {
   std::uint64_t bytes_per_second = 0;  // 0: as fast as the memory is
   // On a GPU; the same on every rank.
   SoftnicEngine engine = SoftnicEngine::kernel;
-  // The kernel's CTAs, an SM each: 2 for latency, 16 for a link's bandwidth.
+  // The kernel's CTAs, an SM each: 2 for latency, 24 for a link's bandwidth.
   std::uint32_t ctas = 4;
 };
 

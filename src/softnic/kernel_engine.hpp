@@ -26,7 +26,8 @@ struct KernelEngineConfig {
   std::string name = "softnic";  // in reports: say the rank
   int device = 0;
   // The kernel's size. A CTA of 16 warps fills an SM's registers and serves 4 queues at once with
-  // 11 warps that copy: 2 CTAs are enough for latency, a link's full bandwidth asks for 16 or more.
+  // 10 warps that copy: 2 CTAs are enough for latency, a link's full bandwidth asks for 24 or more.
+  // Beyond 32 fronts the CTAs have none.
   std::uint32_t ctas = 2;    // at most 64
   std::uint32_t warps = 16;  // of a CTA: 4 to 16
   // Capacities. Memory for all of it is taken at creation.
