@@ -142,7 +142,7 @@ class Deadline {
     (void)scope;
 #else
     start_ = now_ns();
-    all_present_ = present(scope);
+    peers_ = present(scope) ? Peers::present : Peers::missing;
 #endif
   }
 
@@ -150,14 +150,13 @@ class Deadline {
     const std::uint64_t now = now_ns();
     if (BELFRY_ON_GPU != 0 && start_ == 0) start_ = now;
     const std::uint64_t waited = now - start_;
-    if (all_present_) return waited >= scope.timeout_ns;
+    if (peers_ == Peers::present) return waited >= scope.timeout_ns;
     if (present(scope)) {
-      all_present_ = true;
-      // At the first look nobody is known to have been missing.
-      if (asked_ || BELFRY_ON_GPU == 0) start_ = now;
+      if (peers_ == Peers::missing) start_ = now;
+      peers_ = Peers::present;
       return false;
     }
-    asked_ = true;
+    peers_ = Peers::missing;
     return waited >= scope.startup_timeout_ns;
   }
 
@@ -167,9 +166,11 @@ class Deadline {
            load<Order::relaxed, Scope::system>(scope.missing_peers) == 0;
   }
 
+  // At its first look a GPU knows of nobody who was missing.
+  enum class Peers : std::uint32_t { unknown, missing, present };
+
   std::uint64_t start_ = 0;
-  bool all_present_ = false;
-  bool asked_ = false;
+  Peers peers_ = Peers::unknown;
 };
 
 // Turns of a wait between two looks at abort and error, and between two readings of the clock.
@@ -188,33 +189,53 @@ struct Alone {
   BELFRY_HOST_DEVICE static Status leaders(Status mine) { return mine; }
 };
 
+namespace detail {
+
+// What a wait knows besides its condition.
+struct Watch {
+  Deadline deadline;
+  Status status = Status::ok;
+};
+
+// A look at abort and error, and at the clock where `clock` says so. By value: what is passed by
+// reference lives in memory.
+template <class Together>
+BELFRY_HOST_DEVICE BELFRY_COLD Watch look_around(const WaitScope scope, Watch watch, bool clock,
+                                                 Together together) {
+  watch.status = together.leaders(interrupted(scope));
+  if (watch.status == Status::ok && clock) {
+    watch.status = together.leaders(watch.deadline.passed(scope) ? Status::timed_out : Status::ok);
+  }
+  return watch;
+}
+
+}  // namespace detail
+
 // Spins until `ready()` is true, of all who wait together. The condition is tried before abort,
 // error and deadline are, so that what has arrived is never reported as lost.
 template <class Ready, class Together = Alone>
 BELFRY_HOST_DEVICE Status wait_until(const WaitScope& scope, const char* what, std::uint64_t id,
                                      int peer, std::uint64_t wanted, const std::uint64_t* word,
                                      Ready&& ready, const Together& together = {}) {
+#if BELFRY_ON_GPU
+  (void)what, (void)id, (void)peer, (void)wanted, (void)word;
+#else
   if (together.all(ready())) return Status::ok;
-#if !BELFRY_ON_GPU
   const simt::WaitNote note{what, id, peer, wanted, word};
   const simt::Waiting waiting(note);
-#else
-  (void)what, (void)id, (void)peer, (void)wanted, (void)word;
 #endif
-  Deadline deadline(scope);
-  for (std::uint32_t turn = 1;; ++turn) {
-    relax();
-    if (together.all(ready())) return Status::ok;
-    if (turn % turns_per_look == 0) {
-      const Status status = together.leaders(interrupted(scope));
-      // Once more: the failure may be about what came after this wait's condition held.
-      if (status != Status::ok) return together.all(ready()) ? Status::ok : status;
+  detail::Watch watch{Deadline(scope)};
+  for (std::uint32_t looks = 1;; ++looks) {
+    BELFRY_ROLLED
+    for (std::uint32_t turn = 0; turn < turns_per_look; ++turn) {
+      relax();
+      if (together.all(ready())) return Status::ok;
     }
-    if (turn % turns_per_clock == 0) {
-      const Status status =
-          together.leaders(deadline.passed(scope) ? Status::timed_out : Status::ok);
-      if (status != Status::ok) return status;
-    }
+    // Only now that the condition was tried once more: a failure may be about what came after it
+    // held.
+    if (watch.status != Status::ok) return watch.status;
+    const bool clock = looks % (turns_per_clock / turns_per_look) == 0;
+    watch = detail::look_around(scope, watch, clock, together);
   }
 }
 
