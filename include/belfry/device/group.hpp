@@ -28,39 +28,32 @@ struct Warp {
   BELFRY_DEVICE static unsigned linear_thread() {
     return threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z);
   }
-  // Where the block's size divides so, every warp has the same mask, which costs nothing to know.
-  BELFRY_DEVICE static bool whole() { return blockDim.x * blockDim.y * blockDim.z % 32 == 0; }
-  BELFRY_DEVICE static unsigned rank() { return linear_thread() % 32; }
-  BELFRY_DEVICE static unsigned size() {
-    if (whole()) return 32;
-    const unsigned threads = blockDim.x * blockDim.y * blockDim.z;
-    const unsigned first = linear_thread() / 32 * 32;
-    return threads - first < 32 ? threads - first : 32;
+  static constexpr unsigned mask = 0xffffffffu;  // lanes that a small warp lacks count as exited
+  BELFRY_DEVICE static unsigned rank_of(unsigned linear) { return linear % 32; }
+  // By the lane's own number nvcc knows that a leader is alone: of another's addition to a signal
+  // it makes an election among lanes.
+  BELFRY_DEVICE static unsigned rank() {
+#if BELFRY_ON_GPU
+    unsigned lane;
+    asm("mov.u32 %0, %%laneid;" : "=r"(lane));
+    return lane;
+#else
+    return rank_of(linear_thread());
+#endif
   }
-  BELFRY_DEVICE static unsigned mask() {
-    const unsigned n = size();
-    return n == 32 ? 0xffffffffu : (1u << n) - 1;
+  BELFRY_DEVICE static unsigned size() {
+    const unsigned rest = blockDim.x * blockDim.y * blockDim.z - linear_thread() / 32 * 32;
+    return rest < 32 ? rest : 32;
   }
   BELFRY_DEVICE static bool leader() { return rank() == 0; }
-  BELFRY_DEVICE static void sync() {
-    if (whole()) {
-      __syncwarp();
-    } else {
-      __syncwarp(mask());
-    }
-  }
+  BELFRY_DEVICE static void sync() { __syncwarp(mask); }
   // Every member gets the leader's value.
   template <class T>
   BELFRY_DEVICE static T broadcast(const T& value) {
     static_assert(sizeof(T) % 4 == 0);
     std::uint32_t words[sizeof(T) / 4];
     std::memcpy(words, &value, sizeof(T));
-    if (whole()) {
-      for (std::uint32_t& word : words) word = __shfl_sync(0xffffffffu, word, 0);
-    } else {
-      const unsigned members = mask();
-      for (std::uint32_t& word : words) word = __shfl_sync(members, word, 0);
-    }
+    for (std::uint32_t& word : words) word = __shfl_sync(mask, word, 0);
     // A shuffle orders no memory: what the leader acquired (a signal, a completion) is every
     // member's only after this.
     sync();
@@ -70,9 +63,7 @@ struct Warp {
   }
   // For wait_until(): lanes that look in step leave together; one by one they would have to be
   // brought together again, which takes longer than a look.
-  BELFRY_DEVICE static bool all(bool mine) {
-    return (whole() ? __all_sync(0xffffffffu, mine) : __all_sync(mask(), mine)) != 0;
-  }
+  BELFRY_DEVICE static bool all(bool mine) { return __all_sync(mask, mine) != 0; }
   BELFRY_DEVICE static Status leaders(Status mine) { return broadcast(mine); }
 };
 
@@ -83,7 +74,7 @@ struct Block {
     return blockDim.y * blockDim.z == 1 ? threadIdx.x : Warp::linear_thread();
   }
   BELFRY_DEVICE static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
-  BELFRY_DEVICE static bool leader() { return rank() == 0; }
+  BELFRY_DEVICE static bool leader() { return Warp::leader() && rank() < 32; }
   BELFRY_DEVICE static void sync() { __syncthreads(); }
   template <class T>
   BELFRY_DEVICE static T broadcast(const T& value) {
