@@ -294,6 +294,15 @@ BELFRY_HOST_DEVICE BELFRY_INLINE void store_doorbell(std::uint64_t* reg, std::ui
 #endif
 }
 
+// The same value, kept in a register. To save one nvcc reads a thread's index or a kernel's
+// argument anew at every use, which takes as long as a trip to the nearest cache.
+BELFRY_HOST_DEVICE BELFRY_INLINE unsigned kept(unsigned value) {
+#if BELFRY_ON_GPU
+  asm("" : "+r"(value));
+#endif
+  return value;
+}
+
 // Nanoseconds of a monotonic clock; comparable between the threads of one device. On the host
 // this is the executor's clock: real time, or virtual time in the seeded mode.
 BELFRY_HOST_DEVICE BELFRY_INLINE std::uint64_t now_ns() {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 
 #include "belfry/kernel.hpp"
 #include "belfry/platform.hpp"
@@ -14,6 +15,9 @@ namespace belfry {
 // One thread on its own.
 struct Thread {
   BELFRY_DEVICE static unsigned rank() { return 0; }
+  // From Warp::linear_thread(), for callers that have read it before.
+  BELFRY_DEVICE static unsigned rank_of(unsigned) { return 0; }
+  BELFRY_DEVICE static bool leads(unsigned) { return true; }  // a member, by its rank
   BELFRY_DEVICE static unsigned size() { return 1; }
   BELFRY_DEVICE static bool leader() { return true; }
   BELFRY_DEVICE static void sync() {}
@@ -45,6 +49,7 @@ struct Warp {
     const unsigned rest = blockDim.x * blockDim.y * blockDim.z - linear_thread() / 32 * 32;
     return rest < 32 ? rest : 32;
   }
+  BELFRY_DEVICE static bool leads(unsigned) { return rank() == 0; }
   BELFRY_DEVICE static bool leader() { return rank() == 0; }
   BELFRY_DEVICE static void sync() { __syncwarp(mask); }
   // Every member gets the leader's value.
@@ -73,8 +78,10 @@ struct Block {
     // Most blocks have one dimension, and each index of a thread takes a while to read.
     return blockDim.y * blockDim.z == 1 ? threadIdx.x : Warp::linear_thread();
   }
+  BELFRY_DEVICE static unsigned rank_of(unsigned linear) { return linear; }
   BELFRY_DEVICE static unsigned size() { return blockDim.x * blockDim.y * blockDim.z; }
-  BELFRY_DEVICE static bool leader() { return Warp::leader() && rank() < 32; }
+  BELFRY_DEVICE static bool leads(unsigned rank) { return Warp::leader() && rank < 32; }
+  BELFRY_DEVICE static bool leader() { return leads(rank()); }
   BELFRY_DEVICE static void sync() { __syncthreads(); }
   template <class T>
   BELFRY_DEVICE static T broadcast(const T& value) {
@@ -106,6 +113,8 @@ struct EachLane {
   BELFRY_DEVICE unsigned together() const { return lanes != 0 ? lanes : __activemask(); }
   // Each lane shares its copies with nobody.
   BELFRY_DEVICE static unsigned rank() { return 0; }
+  BELFRY_DEVICE static unsigned rank_of(unsigned) { return 0; }
+  BELFRY_DEVICE static bool leads(unsigned) { return true; }
   BELFRY_DEVICE static unsigned size() { return 1; }
   BELFRY_DEVICE static bool leader() { return true; }
   BELFRY_DEVICE static void sync() {}
@@ -130,44 +139,71 @@ inline constexpr EachLane each_lane{};
 
 namespace detail {
 
-// What a thread has in flight at once, of whatever it copies: so many loads take as long as one.
+// What a thread has in flight at once, of whatever it moves: so many loads take as long as one.
 inline constexpr unsigned copies_at_once = 4;
 
-#if BELFRY_ON_GPU
-template <class Word, class Group>
-BELFRY_DEVICE void copy_words(const Group& group, std::byte* dst, const std::byte* src,
-                              std::uint64_t bytes) {
-  auto* to = reinterpret_cast<Word*>(dst);
-  const auto* from = reinterpret_cast<const Word*>(src);
-  const std::uint64_t words = bytes / sizeof(Word);
-  const std::uint64_t step = group.size();
-  BELFRY_ROLLED
-  for (std::uint64_t i = group.rank(); i < words; i += copies_at_once * step) {
-    Word word[copies_at_once];
-    BELFRY_UNROLL
-    for (unsigned k = 0; k < copies_at_once; ++k) {
-      if (i + k * step < words) word[k] = from[i + k * step];
-    }
-    BELFRY_UNROLL
-    for (unsigned k = 0; k < copies_at_once; ++k) {
-      if (i + k * step < words) to[i + k * step] = word[k];
-    }
+// Has `move` take a member's items of `count`, every step-th from `rank` on, in order and so many
+// at once: how many is its argument, a constant, so that none of them is tested.
+template <class Count, class Move>
+BELFRY_DEVICE BELFRY_INLINE void move_at_once(Count count, unsigned rank, unsigned step,
+                                              Move&& move) {
+  static_assert(copies_at_once == 4);
+  if (count <= step) {
+    if (rank < count) move(std::integral_constant<unsigned, 1>{});
+    return;
   }
-  // What is left, by as few accesses as its size allows: byte by byte, one thread would wait for
-  // eight loads, one after the other, to copy eight bytes.
-  if (words * sizeof(Word) != bytes && group.leader()) {
-    std::uint64_t at = words * sizeof(Word);
-    const auto copy = [&](auto part) {
-      if (sizeof(Word) > sizeof part && (bytes & sizeof part) != 0) {
-        *reinterpret_cast<decltype(part)*>(dst + at) =
-            *reinterpret_cast<const decltype(part)*>(src + at);
-        at += sizeof part;
-      }
-    };
-    copy(std::uint64_t{});
-    copy(std::uint32_t{});
-    copy(std::uint16_t{});
-    copy(std::uint8_t{});
+  using Signed = std::make_signed_t<Count>;
+  const auto next = static_cast<Signed>(step);
+  auto left = static_cast<Signed>(count) - static_cast<Signed>(rank);
+  BELFRY_ROLLED
+  for (; left > 3 * next; left -= 4 * next) move(std::integral_constant<unsigned, 4>{});
+  if (left > 2 * next) {
+    move(std::integral_constant<unsigned, 3>{});
+  } else if (left > next) {
+    move(std::integral_constant<unsigned, 2>{});
+  } else if (left > 0) {
+    move(std::integral_constant<unsigned, 1>{});
+  }
+}
+
+#if BELFRY_ON_GPU
+// What is left of `bytes` behind whole words, by as few accesses as its size allows: byte by byte,
+// one thread would wait for eight loads, one after the other, to copy eight bytes.
+template <class Word>
+BELFRY_DEVICE BELFRY_COLD void copy_rest(std::byte* dst, const std::byte* src,
+                                         std::uint64_t bytes) {
+  const auto copy = [&](auto part) {
+    if (sizeof(Word) > sizeof part && (bytes & sizeof part) != 0) {
+      *reinterpret_cast<decltype(part)*>(dst) = *reinterpret_cast<const decltype(part)*>(src);
+      dst += sizeof part;
+      src += sizeof part;
+    }
+  };
+  copy(std::uint64_t{});
+  copy(std::uint32_t{});
+  copy(std::uint16_t{});
+  copy(std::uint8_t{});
+}
+
+template <class Word, class Group>
+BELFRY_DEVICE void copy_words(const Group& group, unsigned rank, std::byte* dst,
+                              const std::byte* src, std::uint64_t bytes) {
+  const std::uint64_t words = bytes / sizeof(Word);
+  const unsigned step = group.size();
+  auto* to = reinterpret_cast<Word*>(dst) + rank;
+  const auto* from = reinterpret_cast<const Word*>(src) + rank;
+  move_at_once(words, rank, step, [&](auto many) {
+    constexpr unsigned n = decltype(many)::value;
+    Word word[n];
+    BELFRY_UNROLL
+    for (unsigned k = 0; k < n; ++k) word[k] = from[k * step];
+    BELFRY_UNROLL
+    for (unsigned k = 0; k < n; ++k) to[k * step] = word[k];
+    to += n * step;
+    from += n * step;
+  });
+  if (words * sizeof(Word) != bytes && group.leads(rank)) {
+    copy_rest<Word>(dst + words * sizeof(Word), src + words * sizeof(Word), bytes);
   }
 }
 #endif
@@ -192,44 +228,55 @@ inline void copy_small(std::byte* dst, const std::byte* src, std::uint64_t bytes
 }
 #endif
 
-// Copies with all threads of the group. GPU: neighbouring threads take neighbouring words, as
-// wide as the alignment allows, so that accesses coalesce. Host: each thread copies one
-// contiguous piece, so that a cache line has one writer.
+#if BELFRY_ON_GPU
+// What is not aligned to 16 bytes, or shorter.
 template <class Group>
-BELFRY_DEVICE void copy_bytes(const Group& group, std::byte* dst, const std::byte* src,
-                              std::uint64_t bytes) {
+BELFRY_DEVICE BELFRY_COLD void copy_uneven(const Group group, unsigned rank, std::byte* dst,
+                                           const std::byte* src, std::uint64_t bytes) {
+  const auto alignment =
+      (reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src)) & 15;
+  if (alignment % 8 == 0) {
+    copy_words<std::uint64_t>(group, rank, dst, src, bytes);
+  } else if (alignment % 4 == 0) {
+    copy_words<std::uint32_t>(group, rank, dst, src, bytes);
+  } else {
+    copy_words<std::uint8_t>(group, rank, dst, src, bytes);
+  }
+}
+#endif
+
+// Copies with all threads of the group; `rank`: group.rank(). GPU: neighbouring threads take
+// neighbouring words, as wide as the alignment allows, so that accesses coalesce. Host: each thread
+// copies one contiguous piece, so that a cache line has one writer.
+template <class Group>
+BELFRY_DEVICE void copy_bytes(const Group& group, unsigned rank, std::byte* dst,
+                              const std::byte* src, std::uint64_t bytes) {
 #if BELFRY_ON_GPU
   const auto alignment =
       (reinterpret_cast<std::uintptr_t>(dst) | reinterpret_cast<std::uintptr_t>(src)) & 15;
+  if (alignment == 0 && bytes >= sizeof(uint4))
+    return copy_words<uint4>(group, rank, dst, src, bytes);
   // One word, as most messages of a single thread are: out of the way of the loops.
   if (bytes == 8 && alignment % 8 == 0) {
-    if (group.leader()) {
+    if (group.leads(rank)) {
       *reinterpret_cast<std::uint64_t*>(dst) = *reinterpret_cast<const std::uint64_t*>(src);
     }
     return;
   }
   if (bytes == 4 && alignment % 4 == 0) {
-    if (group.leader()) {
+    if (group.leads(rank)) {
       *reinterpret_cast<std::uint32_t*>(dst) = *reinterpret_cast<const std::uint32_t*>(src);
     }
     return;
   }
-  if (alignment == 0) {
-    copy_words<uint4>(group, dst, src, bytes);
-  } else if (alignment % 8 == 0) {
-    copy_words<std::uint64_t>(group, dst, src, bytes);
-  } else if (alignment % 4 == 0) {
-    copy_words<std::uint32_t>(group, dst, src, bytes);
-  } else {
-    copy_words<std::uint8_t>(group, dst, src, bytes);
-  }
+  copy_uneven(group, rank, dst, src, bytes);
 #else
   if (bytes <= 16) {
-    if (group.leader()) copy_small(dst, src, bytes);
+    if (group.leads(rank)) copy_small(dst, src, bytes);
     return;
   }
   const std::uint64_t piece = (bytes / group.size() + 64) / 64 * 64;
-  const std::uint64_t begin = piece * group.rank();
+  const std::uint64_t begin = piece * rank;
   if (begin < bytes)
     std::memcpy(dst + begin, src + begin, begin + piece < bytes ? piece : bytes - begin);
 #endif

@@ -26,7 +26,8 @@ class LinkSet {
         peer_(peer),
         dst_window_(dst_window),
         src_window_(src_window),
-        route_(net.route_to(peer)) {
+        route_(net.route_to(peer)),
+        thread_(kept(Warp::linear_thread())) {
     net.look_up(peer, dst_window, src_window, post::Needs{true, true, true}, entries_);
     if constexpr (Paths.has(Path::lsa)) {
       stores_ = net.usable_ && entries_.failure == ErrorReason::none && route_.lsa != 0 &&
@@ -101,15 +102,17 @@ class LinkSet {
           dst_offset % 8 == 0 &&
           post::inside(dst_offset, packet_bytes(bytes), entries_.dst.bytes) &&
           post::inside(src_offset, bytes, entries_.src.bytes)) {
-        net_.store_packets(group, reinterpret_cast<std::uint64_t*>(entries_.to.lsa + dst_offset),
+        net_.store_packets(group, group.rank_of(thread_),
+                           reinterpret_cast<std::uint64_t*>(entries_.to.lsa + dst_offset),
                            reinterpret_cast<const std::uint32_t*>(entries_.src.local + src_offset),
                            static_cast<std::uint32_t>(bytes / 4), tag);
         return {};
       }
     }
     if constexpr (Paths.has(Path::direct) || Paths.has(Path::proxy)) {
-      return net_.send_packets(group, peer_, route_, entries_, {dst_window_, dst_offset},
-                               {src_window_, src_offset}, bytes, tag, sole_);
+      return net_.send_packets(group, group.rank_of(thread_), peer_, route_, entries_,
+                               {dst_window_, dst_offset}, {src_window_, src_offset}, bytes, tag,
+                               sole_);
     } else {
       return refuse_packets(group, net_.comm_, net_.context_, peer_, {dst_window_, dst_offset},
                             {src_window_, src_offset}, bytes, tag);
@@ -120,7 +123,7 @@ class LinkSet {
   template <class Group>
   BELFRY_DEVICE Status wait_packet(const Group& group, std::uint64_t offset, void* dst,
                                    std::uint64_t bytes, std::uint32_t tag) const {
-    return net_.take_packets(group, entries_.dst, offset, dst, bytes, tag);
+    return net_.take_packets(group, group.rank_of(thread_), entries_.dst, offset, dst, bytes, tag);
   }
 
  private:
@@ -133,7 +136,8 @@ class LinkSet {
       if (stores_ && inside(c)) {
         Ticket ticket;
         ticket.status = net_.store_directly(
-            group, route_, c, entries_.to.lsa + c.dst_offset, entries_.src.local + c.src_offset,
+            group, group.rank_of(thread_), route_, c, entries_.to.lsa + c.dst_offset,
+            entries_.src.local + c.src_offset,
             reinterpret_cast<std::uint64_t*>(entries_.control.lsa) + c.signal_id);
         return ticket;
       }
@@ -171,6 +175,7 @@ class LinkSet {
   int peer_;
   std::uint32_t dst_window_, src_window_;
   Route route_;
+  unsigned thread_;
   post::Entries entries_;
   bool stores_ = false;  // peer and windows are all reached by stores
   post::Sole sole_;

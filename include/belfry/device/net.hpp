@@ -275,7 +275,8 @@ class NetSet {
     post::Entries entries;
     look_up(peer, dst.window, src.window, post::Needs{true, true, false}, entries);
     post::Sole nobody;
-    return send_packets(group, peer, route_to(peer), entries, dst, src, bytes, tag, nobody);
+    return send_packets(group, group.rank(), peer, route_to(peer), entries, dst, src, bytes, tag,
+                        nobody);
   }
 
   // Waits for a message of `bytes` with `tag` at `src` here and unpacks it to `dst`, which is
@@ -285,7 +286,8 @@ class NetSet {
                                                       std::uint64_t bytes,
                                                       std::uint32_t tag) const {
     const bool known = usable_ && src.window < comm_.windows;
-    return take_packets(group, known ? load_entry(comm_.window_table + src.window) : WindowView{},
+    return take_packets(group, group.rank(),
+                        known ? load_entry(comm_.window_table + src.window) : WindowView{},
                         src.offset, dst, bytes, tag);
   }
 
@@ -357,13 +359,9 @@ class NetSet {
       const int failed = __syncthreads_or(mine == Status::failed);
       const int aborted = __syncthreads_or(mine == Status::aborted);
       return failed != 0 ? Status::failed : aborted != 0 ? Status::aborted : Status::timed_out;
-    } else if constexpr (std::is_same_v<Group, Warp>) {
-      // A vote orders no memory, and members read what others unpacked.
-      group.sync();
-      if (group.all(mine == Status::ok)) return Status::ok;
-      if (!group.all(mine != Status::failed)) return Status::failed;
-      return group.all(mine != Status::aborted) ? Status::timed_out : Status::aborted;
     } else {
+      // A warp waited in step.
+      group.sync();
       return mine;
     }
   }
@@ -525,9 +523,10 @@ class NetSet {
         auto* const local = reinterpret_cast<std::byte*>(resolved.local.address);
         if constexpr (lanes) {
           ticket.status =
-              store_directly(this_thread, r, c, resolved.lsa, local, resolved.lsa_signal);
+              store_directly(this_thread, 0, r, c, resolved.lsa, local, resolved.lsa_signal);
         } else {
-          ticket.status = store_directly(group, r, c, resolved.lsa, local, resolved.lsa_signal);
+          ticket.status =
+              store_directly(group, group.rank(), r, c, resolved.lsa, local, resolved.lsa_signal);
         }
         return ticket;
       }
@@ -706,6 +705,8 @@ class NetSet {
 
   // ---- lsa ----
 
+  // Here and below `rank` is group.rank(), from who may have read it before.
+
   BELFRY_DEVICE BELFRY_INLINE static bool by_stores(const Route& r, const queue::Command& c,
                                                     const post::Resolved& resolved) {
     if constexpr (Paths.has(Path::lsa)) {
@@ -719,30 +720,31 @@ class NetSet {
   }
 
   template <class Group>
-  BELFRY_DEVICE BELFRY_INLINE Status store_directly(const Group& group, const Route& r,
-                                                    const queue::Command& c, std::byte* remote,
-                                                    std::byte* local, std::uint64_t* signal) const {
+  BELFRY_DEVICE BELFRY_INLINE Status store_directly(const Group& group, unsigned rank,
+                                                    const Route& r, const queue::Command& c,
+                                                    std::byte* remote, std::byte* local,
+                                                    std::uint64_t* signal) const {
     using queue::Operation;
     // Members may read what others wrote to the source.
     group.sync();
     switch (c.operation) {
-      case Operation::put: belfry::detail::copy_bytes(group, remote, local, c.bytes); break;
-      case Operation::get: belfry::detail::copy_bytes(group, local, remote, c.bytes); break;
+      case Operation::put: belfry::detail::copy_bytes(group, rank, remote, local, c.bytes); break;
+      case Operation::get: belfry::detail::copy_bytes(group, rank, local, remote, c.bytes); break;
       case Operation::put_2d:
         for (std::uint64_t row = 0; c.bytes != 0 && row < c.rows; ++row) {
-          belfry::detail::copy_bytes(group, remote + row * c.dst_pitch, local + row * c.src_pitch,
-                                     c.bytes);
+          belfry::detail::copy_bytes(group, rank, remote + row * c.dst_pitch,
+                                     local + row * c.src_pitch, c.bytes);
         }
         break;
       case Operation::put_value:
-        if (group.leader()) store_value(remote, c);
+        if (group.leads(rank)) store_value(remote, c);
         break;
       default: break;
     }
     // Every member's stores happen before the leader's signal.
     group.sync();
     Status status = Status::ok;
-    if (group.leader()) status = signal_directly(r, c, signal);
+    if (group.leads(rank)) status = signal_directly(r, c, signal);
     return group.broadcast(status);
   }
 
@@ -850,10 +852,10 @@ class NetSet {
   static constexpr unsigned packets_at_once = detail::copies_at_once;  // pairs of them, of a thread
 
   template <class Group>
-  BELFRY_DEVICE BELFRY_INLINE Ticket send_packets(const Group& group, int peer, const Route& r,
-                                                  const post::Entries& entries, Place dst,
-                                                  Place src, std::uint64_t bytes, std::uint32_t tag,
-                                                  post::Sole& sole) const {
+  BELFRY_DEVICE BELFRY_INLINE Ticket send_packets(const Group& group, unsigned rank, int peer,
+                                                  const Route& r, const post::Entries& entries,
+                                                  Place dst, Place src, std::uint64_t bytes,
+                                                  std::uint32_t tag, post::Sole& sole) const {
     queue::Command c = op::detail::at(queue::Operation::put_packet, dst, src);
     c.bytes = packet_bytes(bytes);
     Ticket ticket;
@@ -876,7 +878,7 @@ class NetSet {
     }
     const auto* words = reinterpret_cast<const std::uint32_t*>(entries.src.local + src.offset);
     if (by_stores(r, c, resolved)) {
-      store_packets(group, reinterpret_cast<std::uint64_t*>(resolved.lsa), words,
+      store_packets(group, rank, reinterpret_cast<std::uint64_t*>(resolved.lsa), words,
                     static_cast<std::uint32_t>(bytes / 4), tag);
       return ticket;
     }
@@ -889,54 +891,82 @@ class NetSet {
     return group.broadcast(ticket);
   }
 
-  // A warp waits in step, all others thread by thread.
-  BELFRY_DEVICE static Warp together(const Warp& group) { return group; }
+  // The threads of a warp wait in step, those of a block warp by warp.
   template <class Group>
-  BELFRY_DEVICE static Alone together(const Group&) {
-    return {};
+  BELFRY_DEVICE static auto together(const Group&) {
+    constexpr bool warps = std::is_same_v<Group, Warp> || std::is_same_v<Group, Block>;
+    return std::conditional_t<warps, Warp, Alone>{};
   }
 
-  // Pairs of packets from `base` on, `Each` for every member, once they carry the tag. Several
-  // loads at once take as long as one.
-  template <unsigned Each, class Group>
-  BELFRY_DEVICE BELFRY_INLINE Status take_pairs(const Group& group, const Word16* in,
-                                                std::uint32_t base, std::uint32_t pairs,
-                                                std::uint32_t tag, std::uint32_t* out) const {
-    const std::uint32_t first = base + group.rank(), step = group.size();
+  // Past the end of a message a member reads what is last there once more: that takes no branch.
+  BELFRY_DEVICE static std::uint64_t at_most(std::uint32_t i, std::uint32_t last) {
+    return i < last ? i : last;
+  }
+
+  // `Each` units of `Width` packets for every member, from unit `base` on, once they carry the tag.
+  // Several loads at once take as long as one.
+  template <unsigned Width, unsigned Each, class Group>
+  BELFRY_DEVICE BELFRY_INLINE static Status take_round(const Group& group, const WaitScope& scope,
+                                                       unsigned rank, const std::uint64_t* in,
+                                                       std::uint32_t base, std::uint32_t units,
+                                                       std::uint32_t tag, std::uint32_t* out) {
+    const std::uint32_t first = base + rank, step = group.size();
+    const std::uint64_t* from[Each];
+    BELFRY_UNROLL
+    for (unsigned k = 0; k < Each; ++k) {
+      from[k] = in + Width * at_most(first + k * step, units - 1);
+    }
     Word16 word[Each];
     const Status status = wait_until(
-        comm_.scope, "packet", 2 * first, -1, tag,
-        reinterpret_cast<const std::uint64_t*>(in + base),
+        scope, "packet", Width * first, -1, tag, from[0],
         [&] {
           BELFRY_UNROLL
           for (unsigned k = 0; k < Each; ++k) {
-            if (first + k * step < pairs) word[k] = load_word16(in + first + k * step);
+            if constexpr (Width == 2) {
+              word[k] = load_word16(reinterpret_cast<const Word16*>(from[k]));
+            } else {
+              word[k].low = word[k].high = load<Order::relaxed, Scope::system>(from[k]);
+            }
           }
-          bool all = true;
+          std::uint32_t wrong = 0;
           BELFRY_UNROLL
           for (unsigned k = 0; k < Each; ++k) {
-            all = all && (first + k * step >= pairs ||
-                          (static_cast<std::uint32_t>(word[k].low >> 32) == tag &&
-                           static_cast<std::uint32_t>(word[k].high >> 32) == tag));
+            wrong |= (static_cast<std::uint32_t>(word[k].low >> 32) ^ tag) |
+                     (static_cast<std::uint32_t>(word[k].high >> 32) ^ tag);
           }
-          return all;
+          return wrong == 0;
         },
         together(group));
     if (status != Status::ok) return status;
     BELFRY_UNROLL
     for (unsigned k = 0; k < Each; ++k) {
       const std::uint32_t i = first + k * step;
-      if (i >= pairs) continue;
-      out[2 * i] = static_cast<std::uint32_t>(word[k].low);
-      out[2 * i + 1] = static_cast<std::uint32_t>(word[k].high);
+      if (i >= units) continue;
+      std::uint32_t* const to = out + Width * static_cast<std::uint64_t>(i);
+      to[0] = static_cast<std::uint32_t>(word[k].low);
+      if constexpr (Width == 2) to[1] = static_cast<std::uint32_t>(word[k].high);
+    }
+    return status;
+  }
+
+  // The last of an odd number, or all where the place is no pair's.
+  template <class Group>
+  BELFRY_DEVICE BELFRY_COLD static Status take_singly(const Group group, const WaitScope scope,
+                                                      unsigned rank, const std::uint64_t* in,
+                                                      std::uint32_t begin, std::uint32_t count,
+                                                      std::uint32_t tag, std::uint32_t* out) {
+    Status status = Status::ok;
+    for (std::uint32_t at = begin; at < count && status == Status::ok; at += group.size()) {
+      status = take_round<1, 1>(group, scope, rank, in, at, count, tag, out);
     }
     return status;
   }
 
   template <class Group>
-  BELFRY_DEVICE BELFRY_INLINE Status take_packets(const Group& group, const WindowView& window,
-                                                  std::uint64_t offset, void* dst,
-                                                  std::uint64_t bytes, std::uint32_t tag) const {
+  BELFRY_DEVICE BELFRY_INLINE Status take_packets(const Group& group, unsigned rank,
+                                                  const WindowView& window, std::uint64_t offset,
+                                                  void* dst, std::uint64_t bytes,
+                                                  std::uint32_t tag) const {
     Status status = Status::ok;
     if (window.valid == 0 || bytes % 4 != 0 || bytes > largest_packet_message || offset % 8 != 0 ||
         !post::inside(offset, packet_bytes(bytes), window.bytes)) {
@@ -946,25 +976,21 @@ class NetSet {
     auto* out = static_cast<std::uint32_t*>(dst);
     const auto count = static_cast<std::uint32_t>(bytes / 4);
     const std::uint32_t pairs = offset % 16 == 0 ? count / 2 : 0;
-    const auto* in_pairs = reinterpret_cast<const Word16*>(in);
+    // Known before the wait: behind it the message's size would be read anew.
+    const std::uint32_t singles = kept(count - 2 * pairs);
     const std::uint32_t step = group.size();
     if (pairs != 0 && pairs <= step) {
-      status = take_pairs<1>(group, in_pairs, 0, pairs, tag, out);
+      status = take_round<2, 1>(group, comm_.scope, rank, in, 0, pairs, tag, out);
+    } else if (pairs != 0 && pairs <= 2 * step) {
+      status = take_round<2, 2>(group, comm_.scope, rank, in, 0, pairs, tag, out);
     } else {
       BELFRY_ROLLED
       for (std::uint32_t at = 0; at < pairs && status == Status::ok; at += packets_at_once * step) {
-        status = take_pairs<packets_at_once>(group, in_pairs, at, pairs, tag, out);
+        status = take_round<2, packets_at_once>(group, comm_.scope, rank, in, at, pairs, tag, out);
       }
     }
-    if (2 * pairs == count) return all_ok(group, status);
-    BELFRY_ROLLED
-    for (std::uint32_t i = 2 * pairs + group.rank(); i < count && status == Status::ok; i += step) {
-      std::uint64_t word = 0;
-      status = wait_until(comm_.scope, "packet", i, -1, tag, in + i, [&] {
-        word = load<Order::relaxed, Scope::system>(in + i);
-        return static_cast<std::uint32_t>(word >> 32) == tag;
-      });
-      out[i] = static_cast<std::uint32_t>(word);
+    if (singles != 0 && status == Status::ok) {
+      status = take_singly(group, comm_.scope, rank, in, 2 * pairs, count, tag, out);
     }
     return all_ok(group, status);
   }
@@ -972,23 +998,36 @@ class NetSet {
   // Two to a store where the place allows it: each half carries its own tag, so that it does not
   // matter whether both arrive at once.
   template <class Group>
-  BELFRY_DEVICE BELFRY_INLINE static void store_packets(const Group& group, std::uint64_t* out,
+  BELFRY_DEVICE BELFRY_INLINE static void store_packets(const Group& group, unsigned rank,
+                                                        std::uint64_t* out,
                                                         const std::uint32_t* words,
                                                         std::uint32_t count, std::uint32_t tag) {
     // Members may read what others wrote to the source.
     group.sync();
     const std::uint32_t pairs = reinterpret_cast<std::uintptr_t>(out) % 16 == 0 ? count / 2 : 0;
-    auto* out_pairs = reinterpret_cast<Word16*>(out);
-    // Each leaves as soon as it is read: the source is near, and what is first on its way is first
-    // there.
-    BELFRY_ROLLED
-    for (std::uint32_t i = group.rank(); i < pairs; i += group.size()) {
-      store_word16(out_pairs + i,
-                   {detail::packet(words[2 * i], tag), detail::packet(words[2 * i + 1], tag)});
-    }
+    const unsigned step = group.size();
+    auto* to = reinterpret_cast<Word16*>(out) + rank;
+    const std::uint32_t* from = words + 2 * rank;
+    // Read at once, then sent: one by one, each would wait for its own load.
+    belfry::detail::move_at_once(pairs, rank, step, [&](auto many) {
+      constexpr unsigned n = decltype(many)::value;
+      std::uint32_t low[n], high[n];
+      BELFRY_UNROLL
+      for (unsigned k = 0; k < n; ++k) {
+        const std::uint32_t* const pair = from + 2 * k * step;
+        low[k] = pair[0];
+        high[k] = pair[1];
+      }
+      BELFRY_UNROLL
+      for (unsigned k = 0; k < n; ++k) {
+        store_word16(to + k * step, {detail::packet(low[k], tag), detail::packet(high[k], tag)});
+      }
+      to += n * step;
+      from += 2 * n * step;
+    });
     if (2 * pairs != count) {
       BELFRY_ROLLED
-      for (std::uint32_t i = 2 * pairs + group.rank(); i < count; i += group.size()) {
+      for (std::uint32_t i = 2 * pairs + rank; i < count; i += step) {
         store<Order::relaxed, Scope::system>(out + i, detail::packet(words[i], tag));
       }
     }
