@@ -28,36 +28,38 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
   auto* landed = static_cast<std::byte*>(net.local_ptr(p.window, to.offset)) +
                  (packet_bytes(p.bytes) + 127) / 128 * 128;
   // Both ranks send, then wait; rank 1 only waits at first, and only sends at last. One place in
-  // the code sends, and one waits: twice as many took nvcc twice as long.
-  const auto late = static_cast<std::uint64_t>(net.rank());
-  const std::uint64_t begin_ns = now_ns();
-  const std::uint64_t begin = static_cast<std::uint64_t>(clock64());
-  std::uint64_t start = begin;
+  // the code sends, and one waits: twice as many took nvcc twice as long. A trip is the time
+  // between two sends: the clock is read and told while a message is under way.
+  const auto late = static_cast<std::int32_t>(net.rank());
+  const auto count = static_cast<std::int32_t>(p.iterations);
+  if (group.leader()) *time = {static_cast<std::uint64_t>(clock64()), now_ns()};
+  auto start = static_cast<std::uint32_t>(clock());
 #pragma unroll 1
-  for (std::uint64_t i = 0; i < p.iterations + late; ++i) {
+  for (std::int32_t trip = -late; trip < count; ++trip) {
     Status status = Status::ok;
-    if (i >= late) {
+    if (trip >= 0) {
       if constexpr (F == Form::packet) {
-        const auto tag = p.first_tag + static_cast<std::uint32_t>(i - late);
+        const std::uint32_t tag = p.first_tag + static_cast<std::uint32_t>(trip);
         status = link.put_packet(group, to.offset, from.offset, p.bytes, tag).status;
       } else if constexpr (F == Form::value) {
-        status = link.put_value(group, to.offset, i, signal_inc{0}).status;
+        status = link.put_value(group, to.offset, static_cast<std::uint64_t>(trip), signal_inc{0})
+                     .status;
       } else if constexpr (F == Form::put) {
         status = link.put(group, to.offset, from.offset, p.bytes, signal_inc{0}).status;
       } else {
         status = net.put(group, peer, to, from, p.bytes, signal_inc{0}).status;
       }
-    }
-    if (status == Status::ok && i < p.iterations) {
-      if constexpr (F == Form::packet) {
-        const auto tag = p.first_tag + static_cast<std::uint32_t>(i);
-        status = link.wait_packet(group, to.offset, landed, p.bytes, tag);
-      } else {
-        status = net.wait_signal(group, 0, p.seen + i + 1);
-      }
-      const auto end = static_cast<std::uint64_t>(clock64());
-      if (group.leader()) trips[i] = static_cast<std::uint32_t>(end - start);
+      const auto end = static_cast<std::uint32_t>(clock());
+      if (group.leader()) trips[trip] = end - start;
       start = end;
+    }
+    if (status == Status::ok && trip + late < count) {
+      const auto awaited = static_cast<std::uint32_t>(trip + late);
+      if constexpr (F == Form::packet) {
+        status = link.wait_packet(group, to.offset, landed, p.bytes, p.first_tag + awaited);
+      } else {
+        status = net.wait_signal(group, 0, p.seen + awaited + 1);
+      }
     }
     if (status != Status::ok) {
       note(outcome, status);
@@ -66,8 +68,8 @@ __device__ void play(const DeviceComm& comm, const Group& group, const PingPong&
   }
   note(outcome, net.quiet(group, peer));
   if (group.leader()) {
-    time->cycles = static_cast<std::uint64_t>(clock64()) - begin;
-    time->ns = now_ns() - begin_ns;
+    time->cycles = static_cast<std::uint64_t>(clock64()) - time->cycles;
+    time->ns = now_ns() - time->ns;
   }
 }
 
