@@ -226,6 +226,20 @@ BELFRY_DEVICE BELFRY_INLINE void copy_round(std::byte* to, const std::byte* from
   }
 }
 
+// As many rounds as it takes. What is left goes in one, too: two would cost the latency again.
+BELFRY_DEVICE BELFRY_INLINE void copy_rounds(std::byte* to, const std::byte* from,
+                                             std::uint64_t units, std::uint32_t lane) {
+  constexpr std::uint32_t deep = 8, most = deep * lanes;
+#pragma unroll 1
+  while (units != 0) {
+    const std::uint32_t now = units < most ? static_cast<std::uint32_t>(units) : most;
+    copy_round<deep>(to, from, now, lane);
+    to += most * 16;
+    from += most * 16;
+    units -= now;
+  }
+}
+
 // Copies with the lanes of a warp. 8 or 4 aligned bytes arrive in one store; nothing is fenced.
 BELFRY_DEVICE inline void copy_by_warp(std::byte* to, const std::byte* from, std::uint64_t bytes,
                                        std::uint32_t lane) {
@@ -242,15 +256,7 @@ BELFRY_DEVICE inline void copy_by_warp(std::byte* to, const std::byte* from, std
       const std::uint64_t at = bytes - tail + lane;
       to[at] = *const_cast<const volatile std::byte*>(from + at);
     }
-    constexpr std::uint32_t deep = 8;
-    // The rest in one round too: a second one would cost its latency again.
-#pragma unroll 1
-    for (std::uint64_t done = 0; done + 16 <= bytes; done += deep * lanes * 16) {
-      const std::uint64_t units = (bytes - done) / 16;
-      copy_round<deep>(to + done, from + done,
-                       units < deep * lanes ? static_cast<std::uint32_t>(units) : deep * lanes,
-                       lane);
-    }
+    copy_rounds(to, from, bytes / 16, lane);
     return;
   }
   const std::uint32_t alignment =

@@ -228,19 +228,22 @@ BELFRY_DEVICE BELFRY_INLINE void release_all() {
 
 // ---- Copies that movers share ----
 
+#if BELFRY_HAS_TRY_WAIT
+BELFRY_DEVICE BELFRY_INLINE std::uint32_t call_of(const Board& board) {
+  return static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call));
+}
+#endif
+
 BELFRY_DEVICE BELFRY_INLINE void prepare_call([[maybe_unused]] Board& board) {
 #if BELFRY_HAS_TRY_WAIT
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call)))
-               : "memory");
+  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(call_of(board)) : "memory");
 #endif
 }
 
 // By one lane, once there is something to do.
 BELFRY_DEVICE BELFRY_INLINE void call_movers([[maybe_unused]] Board& board) {
 #if BELFRY_HAS_TRY_WAIT
-  asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(
-                   static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call)))
+  asm volatile("{.reg .b64 state; mbarrier.arrive.shared.b64 state, [%0];}" ::"r"(call_of(board))
                : "memory");
 #endif
 }
@@ -256,8 +259,7 @@ BELFRY_DEVICE BELFRY_INLINE void await_call([[maybe_unused]] const Board& board,
       "mbarrier.try_wait.parity.shared.b64 p, [%1], %2, %3;\n"
       "selp.u32 %0, 1, 0, p;}"
       : "=r"(called)
-      : "r"(static_cast<std::uint32_t>(__cvta_generic_to_shared(&board.call))), "r"(parity),
-        "r"(mover_rest_ns)
+      : "r"(call_of(board)), "r"(parity), "r"(mover_rest_ns)
       : "memory");
   parity ^= from_lane(called, 0);
 #else
@@ -283,15 +285,7 @@ BELFRY_DEVICE BELFRY_INLINE void copy_chunk(std::byte* to, const std::byte* from
   } else if (count <= 4 * lanes * 16) {
     copy_round<4>(to, from, static_cast<std::uint32_t>(count) / 16, lane);
   } else {
-    constexpr std::uint32_t deep = 8;
-#pragma unroll 1
-    for (auto units = static_cast<std::uint32_t>(count) / 16;;) {
-      copy_round<deep>(to, from, units, lane);
-      if (units <= deep * lanes) break;
-      units -= deep * lanes;
-      to += deep * lanes * 16;
-      from += deep * lanes * 16;
-    }
+    copy_rounds(to, from, count / 16, lane);
   }
 }
 BELFRY_DEVICE BELFRY_INLINE std::uint64_t chunks_of(const std::byte* to, std::uint64_t bytes,
@@ -401,7 +395,8 @@ BELFRY_DEVICE BELFRY_INLINE bool take_team_chunk(Board& board, std::uint32_t num
   return true;
 }
 
-// Copies chunks of its CTA's jobs first, since a front waits for each, then those of the grid's.
+// Copies chunks of its CTA's jobs, since a front waits for each, and of the grid's: in turn while
+// there are both, so that neither keeps the other from its end.
 BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number) {
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
@@ -410,7 +405,7 @@ BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number)
   Chunk grid = {};                          // of the job `held`
   std::uint32_t visits_left = 0;            // chunks of it to be taken before others are looked for
   std::uint32_t taken = 0;                  // lane 0: the chunk of it that comes next
-  bool has_taken = false;
+  bool has_taken = false, helped = false;   // helped: the last chunk was one of a job of the CTA
   for (;;) {
     const std::uint32_t active = peek(board.active);
     const std::uint64_t grids = peek(board.grid_active);
@@ -425,7 +420,8 @@ BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number)
     const std::uint32_t teams = from_lane(active, 0);
     std::uint32_t team = 0;
     Chunk now = grid;
-    if (teams != 0) {
+    const bool helps = teams != 0 && !(helped && has_taken);
+    if (helps) {
       // Movers begin at different jobs, so that no front waits for the others' to end.
       const std::uint32_t later = teams & ~below(turn++ % max_fronts_per_cta);
       team = first_of(later != 0 ? later : teams);
@@ -469,13 +465,15 @@ BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number)
     }
     copy_chunk(now.to, now.from, now.bytes, now.chunk, now.index, lane);
     __syncwarp();
-    if (teams == 0) {
+    helped = helps;
+    if (!helps) {
       ++held_chunks;
       continue;
     }
     // Release: the lanes' stores, for the front's fence.
     fence<Order::release, Scope::block>();
     if (lane == 0) atomicAdd_block(&board.team[team].done, 1u);
+    if (!has_taken) report_chunks(t, held, held_chunks, lane);
   }
 }
 
@@ -499,12 +497,6 @@ BELFRY_DEVICE BELFRY_INLINE std::byte* admitted(const KeyEntry& e, const Access&
   const bool good = a.wanted && a.key != 0 && e.key == a.key && e.peer == a.peer &&
                     offset <= e.bytes && bytes <= e.bytes - offset && (e.access & a.need) == a.need;
   return good ? reinterpret_cast<std::byte*>(e.pointer + offset) : nullptr;
-}
-
-// Where the bytes are if the cache knows the key and all is well, else null.
-BELFRY_DEVICE BELFRY_INLINE std::byte* cached(const Front& f, const Access& a,
-                                              std::uint64_t bytes) {
-  return a.wanted ? admitted(f.cache[cache_place(a)], a, bytes) : nullptr;
 }
 
 BELFRY_DEVICE BELFRY_INLINE void fetch_entry(const Tables& t, Front& f, const Access& a,
@@ -737,9 +729,9 @@ BELFRY_DEVICE BELFRY_INLINE void finish_job(Front& f, std::uint32_t slot, std::u
   __syncwarp();
   if (lane == 0) {
     f.busy_jobs &= ~(1u << q.first_job);
-    q.first_job ^= 1;  // there is no other one
-    if (job.signalled && --q.jobs == 0) q.dirty = false;
-    if (!job.signalled) --q.jobs;
+    q.first_job ^= 1;  // the other one, if that is this queue's too
+    --q.jobs;
+    if (job.signalled && q.jobs == 0) q.dirty = false;
     ++q.consumer;
     ++f.count.wqes;
     f.count.bytes += job.bytes;
@@ -765,9 +757,15 @@ struct Block {
   Word16 w0, w1, w2, w3;
 };
 
+// `queue` has a ring and its mask.
+template <class Queue>
+BELFRY_DEVICE BELFRY_INLINE const Word16* block_at(const Queue& queue, std::uint32_t index) {
+  return reinterpret_cast<const Word16*>(queue.ring + (index & queue.mask) *
+                                                          std::uint64_t{mlx5::wqe_block_bytes});
+}
+
 BELFRY_DEVICE BELFRY_INLINE Block load_block(const HotQp& q, std::uint32_t index) {
-  const auto* block = reinterpret_cast<const Word16*>(
-      q.ring + (index & q.mask) * std::uint64_t{mlx5::wqe_block_bytes});
+  const Word16* const block = block_at(q, index);
   return {load_word16(block), load_word16(block + 1), load_word16(block + 2),
           load_word16(block + 3)};
 }
@@ -1170,10 +1168,6 @@ struct Brief {
   std::uint64_t signal, result, operand;
 };
 
-BELFRY_DEVICE BELFRY_INLINE const Word16* block_at(const Own& own, std::uint32_t index) {
-  return reinterpret_cast<const Word16*>(own.ring + (index & own.mask) * std::uint64_t{64});
-}
-
 // Reads and checks one or two WQEs from `index` on, and stores the payload if it is a word: that is
 // what everybody waits for, so the FETCH_ADD is looked at while the payload travels.
 template <bool Traced>
@@ -1214,8 +1208,9 @@ BELFRY_DEVICE BELFRY_INLINE void begin_brief(Front& f, const Own& own, std::uint
     b.bytes = size & ~mlx5::inline_flag;
     b.key = mlx5::swap_bytes(data.key);
     const bool asks = asks_for_cqe(w0);
-    bool fits =
-        data.key != 0 && b.bytes <= data.bytes && (!asks || (available == 1 && own.room != 0));
+    bool fits = data.key != 0 && b.bytes <= data.bytes &&
+                // The job that is under way has yet to write its own CQE.
+                (!asks || (available == 1 && own.room > (only_large ? 1u : 0u)));
     // Behind stores to another registration stands a fence, which is not for here.
     if (dirty) fits = fits && b.key == q.dirty_rkey && !f.ordered_writes;
     b.data = b.large = false;
@@ -1299,7 +1294,7 @@ BELFRY_DEVICE BELFRY_INLINE void end_brief(const Tables& t, Front& f, Own& own, 
   q.consumer = static_cast<std::uint16_t>(own.consumer);
   q.backlog = own.consumer != said;
   q.dirty = !b.asked && !b.adds;
-  q.dirty_rkey = b.key;
+  if (q.dirty) q.dirty_rkey = b.key;
   if constexpr (Traced) {
     for (std::uint32_t i = 0; i < b.wqes; ++i) {
       trace_wqe(t, q.qpn, last + 1 - b.wqes + i, fetched_ns, moved_ns,
@@ -1410,8 +1405,7 @@ BELFRY_DEVICE BELFRY_INLINE void ask_clerk(Board& board, std::uint32_t warp) {
 
 // ---- Commands ----
 
-BELFRY_DEVICE void modify(const Tables& t, Front& f, HotQp& q, const ModifyQp& m,
-                          std::uint64_t pass) {
+BELFRY_DEVICE void modify(const Tables& t, Front& f, HotQp& q, const ModifyQp& m) {
   DeviceQp& qp = t.qps[q.index];
   if (m.set_retries != 0) {
     qp.retry_count = m.retry_count;
@@ -1441,7 +1435,7 @@ BELFRY_DEVICE void modify(const Tables& t, Front& f, HotQp& q, const ModifyQp& m
       q.suspect_reported = false;
       break;
     case QpState::err: {
-      DeviceEnv env{t, f.count, f.help, f.random_state, pass};
+      DeviceEnv env{t, f.count, f.help, f.random_state, f.pass};
       enter_error(env, static_cast<EngineQp&>(qp), mlx5::Syndrome::none);
       return;
     }
@@ -1453,8 +1447,7 @@ BELFRY_DEVICE void modify(const Tables& t, Front& f, HotQp& q, const ModifyQp& m
 // Takes note of a command: forgets the keys it may have changed, carries out what is for this
 // front, and says so.
 BELFRY_DEVICE __noinline__ void take_note(const Tables& t, Front& f, std::uint32_t id,
-                                          std::uint32_t epoch, std::uint64_t pass,
-                                          std::uint32_t lane) {
+                                          std::uint32_t epoch, std::uint32_t lane) {
   f.cache[lane].key = 0;
   f.cache[lane + lanes].key = 0;
   f.known[lane] = {};
@@ -1495,7 +1488,7 @@ BELFRY_DEVICE __noinline__ void take_note(const Tables& t, Front& f, std::uint32
           ModifyQp m;
           memcpy(static_cast<void*>(&m), words, sizeof(m));
           write_back(t, f, q);
-          modify(t, f, q, m, pass);
+          modify(t, f, q, m);
           read_home(t, f, q);
           break;
         }
@@ -1528,8 +1521,7 @@ BELFRY_DEVICE __noinline__ void take_note(const Tables& t, Front& f, std::uint32
 
 // Strict: a record that was never rung, a ring that no record followed. Both are reported when
 // they have stood still for the patience; a queue that moves is not suspected.
-BELFRY_DEVICE __noinline__ void check_rings(const Tables& t, Front& f, HotQp& q,
-                                            std::uint64_t pass) {
+BELFRY_DEVICE __noinline__ void check_rings(const Tables& t, Front& f, HotQp& q) {
   const std::uint32_t said =
       mlx5::swap_bytes(load<Order::relaxed, Scope::system>(&q.record->send.raw)) & 0xffff;
   const std::uint64_t value = load<Order::relaxed, Scope::system>(q.doorbell);
@@ -1550,7 +1542,7 @@ BELFRY_DEVICE __noinline__ void check_rings(const Tables& t, Front& f, HotQp& q,
   if (q.suspect_ns == 0) q.suspect_ns = now;
   if (q.suspect_reported || now - q.suspect_ns < f.patience_ns) return;
   q.suspect_reported = true;
-  const DeviceEnv env{t, f.count, f.help, f.random_state, pass};
+  const DeviceEnv env{t, f.count, f.help, f.random_state, f.pass};
   const std::uint32_t receive = load<Order::relaxed, Scope::system>(&q.record->receive.raw);
   if (static_cast<std::int16_t>(q.rung - said) < 0) {
     env.report(ReportKind::record_without_doorbell, q.qpn, q.consumer, said, q.rung, 0, 0);
@@ -1692,12 +1684,12 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
                    from_lane(reinterpret_cast<const std::byte*>(brief.from), slot),
                    from_lane(brief.bytes, slot), lane);
     }
-    if (brief.wqes != 0 && !brief.large) {
+    const bool served = brief.wqes != 0 && !brief.large;
+    if (served) {
       if constexpr (Traced) trace_doorbell(t, f.qp[lane].qpn, said, seen_ns);
       end_brief<Traced>(t, f, own, f.qp[lane], brief, said, fetched_ns, moved_ns);
     }
     __syncwarp();
-    const bool served = brief.wqes != 0 && !brief.large;
     if (__any_sync(all_lanes, served)) {
       const std::uint32_t wqes = __reduce_add_sync(all_lanes, served ? brief.wqes : 0);
       const std::uint32_t bytes = __reduce_add_sync(
@@ -1767,11 +1759,11 @@ BELFRY_DEVICE __noinline__ void run_front(const Tables& t, std::uint32_t warp, s
         epoch = from_lane(load<Order::acquire, Scope::block>(&board.epoch), 0);
         __syncwarp();
         if (epoch == stop_epoch) return;
-        take_note(t, f, id, epoch, f.pass, lane);
+        take_note(t, f, id, epoch, lane);
         break;
       case Need::check:
         if (f.strict && (f.valid >> lane & 1) != 0 && f.qp[lane].doorbell != nullptr) {
-          check_rings(t, f, f.qp[lane], f.pass);
+          check_rings(t, f, f.qp[lane]);
         }
         __syncwarp();
         break;
