@@ -100,8 +100,8 @@ struct Figure {
   std::string unit;
 };
 
-// source, what, bytes; a figure of each round
-using Key = std::tuple<std::string, std::string, std::uint64_t>;
+// source, what, bytes, variant (empty: the best one); a figure of each round
+using Key = std::tuple<std::string, std::string, std::uint64_t, std::string>;
 using Figures = std::map<Key, std::vector<Figure>>;
 
 struct Program {
@@ -129,11 +129,7 @@ double positive(const nlohmann::json& row, const char* field) {
   return value;
 }
 
-std::string with_variant(const std::string& what, const std::string& variant) {
-  return what + ", " + variant;
-}
-
-// The figures of one run: every variant's, and under the name alone the best of them.
+// The figures of one run: every variant's, and the best of them.
 std::map<Key, Figure> read_report(const std::string& source, const nlohmann::json& json) {
   if (!json.is_object() || !json.contains("rows") || !json["rows"].is_array()) {
     no_report("no rows");
@@ -152,10 +148,10 @@ std::map<Key, Figure> read_report(const std::string& source, const nlohmann::jso
     Figure figure{{positive(row, "p50"), positive(row, "p99")},
                   row.value("variant", ""),
                   row.value("unit", unit)};
-    const Key key{source, what, row["bytes"].get<std::uint64_t>()};
+    const auto bytes = row["bytes"].get<std::uint64_t>();
+    const Key key{source, what, bytes, ""};
     if (!figure.variant.empty()) {
-      figures.insert_or_assign({source, with_variant(what, figure.variant), std::get<2>(key)},
-                               figure);
+      figures.insert_or_assign(Key{source, what, bytes, figure.variant}, figure);
     }
     const auto [at, is_new] = figures.try_emplace(key, figure);
     if (!is_new && better(figure.unit, figure.value, at->second.value))
@@ -290,11 +286,11 @@ Quantiles median(const std::vector<Figure>& rounds) {
 
 // The figures of a size, or of the best one; nullptr: never measured.
 const std::vector<Figure>* find(const Figures& figures, const char* source, const char* what,
-                                std::uint64_t bytes) {
+                                std::uint64_t bytes, const std::string& variant = "") {
   const std::vector<Figure>* best = nullptr;
   for (const auto& [key, rounds] : figures) {
-    const auto& [of, name, size] = key;
-    if (of != source || name != what || (bytes != 0 && size != bytes)) continue;
+    const auto& [of, name, size, how] = key;
+    if (of != source || name != what || how != variant || (bytes != 0 && size != bytes)) continue;
     if (best == nullptr || better(rounds.front().unit, median(rounds), median(*best))) {
       best = &rounds;
     }
@@ -322,18 +318,19 @@ nlohmann::json json_of(const std::vector<Figure>& rounds) {
 // Prints one line and returns it as JSON.
 nlohmann::json judge(const Comparison& c, const Figures& figures) {
   const std::vector<Figure>* ours = find(figures, "belfry", c.ours, c.bytes);
-  const std::string their_name = c.source == nullptr    ? ""
-                                 : c.variant == nullptr ? c.theirs
-                                                        : with_variant(c.theirs, c.variant);
-  const std::vector<Figure>* theirs =
-      c.source == nullptr ? nullptr : find(figures, c.source, their_name.c_str(), c.bytes);
   const bool alone = c.source == nullptr;
+  const std::string variant = c.variant == nullptr ? "" : c.variant;
+  const std::vector<Figure>* theirs =
+      alone ? nullptr : find(figures, c.source, c.theirs, c.bytes, variant);
+  const std::string against =
+      alone ? ""
+            : fmt::format("{} {}{}{}", c.source, c.theirs, variant.empty() ? "" : ", ", variant);
   const bool measured = ours != nullptr && (alone || theirs != nullptr);
   const std::string size = c.bytes == 0 ? "best" : size_text(c.bytes);
   nlohmann::json json{{"what", c.ours}, {"bytes", c.bytes}, {"bar", c.bar}};
   if (ours != nullptr) json["ours"] = json_of(*ours);
   if (!alone) {
-    json["against"] = fmt::format("{} {}", c.source, their_name);
+    json["against"] = against;
     if (theirs != nullptr) json["theirs"] = json_of(*theirs);
   }
   std::string result = "-";
@@ -356,13 +353,12 @@ nlohmann::json judge(const Comparison& c, const Figures& figures) {
     }
   }
   std::printf("   %-34s %8s %22s   %-38s %22s   %s\n", c.ours, size.c_str(), text_of(ours).c_str(),
-              alone ? "" : fmt::format("{} {}", c.source, their_name).c_str(),
-              alone ? "" : text_of(theirs).c_str(), result.c_str());
+              against.c_str(), alone ? "" : text_of(theirs).c_str(), result.c_str());
   return json;
 }
 
 bool is_compared(const Key& key) {
-  const auto& [source, what, bytes] = key;
+  const auto& [source, what, bytes, variant] = key;
   for (const Comparison& c : comparisons) {
     if (c.bytes != bytes && c.bytes != 0) continue;
     if (source == "belfry" && what == c.ours) return true;
@@ -376,9 +372,8 @@ nlohmann::json print_others(const Figures& figures) {
   nlohmann::json others = nlohmann::json::array();
   bool first = true;
   for (const auto& [key, rounds] : figures) {
-    const auto& [source, what, bytes] = key;
-    const bool is_variant = what.ends_with(with_variant("", rounds.back().variant));
-    if (is_variant || is_compared(key)) continue;
+    const auto& [source, what, bytes, variant] = key;
+    if (!variant.empty() || is_compared(key)) continue;
     if (first) std::printf("   not compared:\n");
     first = false;
     std::printf("   %-34s %8s %22s   %s\n", fmt::format("{} {}", source, what).c_str(),

@@ -80,8 +80,9 @@ struct Column {
   std::vector<unsigned> (*groups)(std::uint64_t bytes);
   std::uint64_t largest;  // message
   Play play;
-  Message message{};       // of play_in_kernel alone
-  std::uint32_t ctas = 0;  // of SoftNIC's kernel; 0: as many as a communicator takes by itself
+  Message message{};           // of play_in_kernel alone
+  std::uint32_t ctas = 0;      // of SoftNIC's kernel; 0: as many as a communicator takes by itself
+  std::uint64_t smallest = 0;  // message
 };
 
 std::vector<double> play_in_kernel(const Column& column, Comm& comm, unsigned threads,
@@ -160,7 +161,7 @@ const Column columns[] = {
     {"direct, Net", Path::direct, one_thread, any_size, play_in_kernel, Message::direct_net},
     {"packets", Path::lsa, any_group, 64 * 1024, play_in_kernel, Message::packets},
     {"direct", Path::direct, poster, any_size, play_in_kernel, Message::direct},
-    {"direct value", Path::direct, one_thread, 8, play_in_kernel, Message::direct_value},
+    {"direct value", Path::direct, one_thread, 8, play_in_kernel, Message::direct_value, 0, 8},
     {"direct on 16 SMs", Path::direct, one_thread, any_size, play_in_kernel, Message::direct, 16},
     {"proxy", Path::proxy, one_thread, any_size, play_in_kernel, Message::proxy},
     {"host", Path::host, one_thread, any_size, play_in_stream},
@@ -384,9 +385,7 @@ int gpu_bench_latency(const BenchOptions& options, const std::vector<std::string
       Window window = comm->window(8 * largest + 4096);
       fill_random(window, 17 + static_cast<std::uint64_t>(comm->rank()));
       for (const std::uint64_t bytes : sizes) {
-        if (bytes > column.largest || (column.message == Message::direct_value && bytes != 8)) {
-          continue;
-        }
+        if (bytes < column.smallest || bytes > column.largest) continue;
         std::uint64_t iterations = options.iterations;
         if (iterations == 0) iterations = bytes <= 65536 ? 2000 : 300;
         figures.push_back(

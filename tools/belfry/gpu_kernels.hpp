@@ -37,8 +37,8 @@ struct LoopTime {
 };
 
 // `trips`: cycles from one message sent to the next, a round trip, in the GPU's memory; before the
-// first the other rank may have been late. `threads`: 1 or 32; lsa and packets also
-// up to 1024, lsa_net 32 alone, direct_net and proxy 1 alone.
+// first the other rank may have been late. `threads`: 1 or 32; lsa and packets also up to 1024,
+// lsa_net 32 alone, direct_value, direct_net and proxy 1 alone.
 void run_ping_pong(Message message, unsigned threads, const DeviceComm& comm, const PingPong& p,
                    std::uint32_t* trips, LoopTime* time, Outcome* outcome);
 

@@ -33,7 +33,8 @@ void add_bench_options(CLI::App* command, BenchOptions& o, const char* sizes) {
   command
       ->add_option("--path", o.paths,
                    "Paths to measure, with commas: host, triggered, proxy, direct, lsa; on GPUs "
-                   "lsa, packets, direct, proxy, host; rate: ring, direct. All by default.")
+                   "lsa, packets, direct, direct value, direct on 16 SMs, proxy, host; rate: ring, "
+                   "direct. All by default.")
       ->delimiter(',');
   command->add_option(
       "--provider", o.provider,
