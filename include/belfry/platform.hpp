@@ -59,6 +59,15 @@
 #define BELFRY_ON_GPU 0
 #endif
 
+// fence.acquire and fence.release (PTX 8.6, sm_90): the first only forgets the L1 cache, the second
+// only waits for stores; without them a fence does both.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900 && \
+    (__CUDACC_VER_MAJOR__ > 12 || (__CUDACC_VER_MAJOR__ == 12 && __CUDACC_VER_MINOR__ >= 8))
+#define BELFRY_HAS_HALF_FENCES 1
+#else
+#define BELFRY_HAS_HALF_FENCES 0
+#endif
+
 namespace belfry {
 
 // Who must see an access: the threads of one block, of one GPU, or the whole system (peer GPUs,
@@ -236,7 +245,23 @@ BELFRY_HOST_DEVICE BELFRY_INLINE bool compare_exchange(T* address, T& expected,
 // understands those and not fences, and on a GPU a release store is the same fence.
 template <Order O, Scope S>
 BELFRY_HOST_DEVICE BELFRY_INLINE void fence() {
-#if BELFRY_ON_GPU
+#if BELFRY_HAS_HALF_FENCES
+  if constexpr (O == Order::acquire && S == Scope::system) {
+    asm volatile("fence.acquire.sys;" ::: "memory");
+  } else if constexpr (O == Order::acquire && S == Scope::device) {
+    asm volatile("fence.acquire.gpu;" ::: "memory");
+  } else if constexpr (O == Order::acquire) {
+    asm volatile("fence.acquire.cta;" ::: "memory");
+  } else if constexpr (O == Order::release && S == Scope::system) {
+    asm volatile("fence.release.sys;" ::: "memory");
+  } else if constexpr (O == Order::release && S == Scope::device) {
+    asm volatile("fence.release.gpu;" ::: "memory");
+  } else if constexpr (O == Order::release) {
+    asm volatile("fence.release.cta;" ::: "memory");
+  } else {
+    cuda::atomic_thread_fence(detail::cuda_order<O>(), detail::cuda_scope<S>());
+  }
+#elif BELFRY_ON_GPU
   cuda::atomic_thread_fence(detail::cuda_order<O>(), detail::cuda_scope<S>());
 #elif defined(__SANITIZE_THREAD__)
   preemption_point();
@@ -244,6 +269,29 @@ BELFRY_HOST_DEVICE BELFRY_INLINE void fence() {
   preemption_point();
   __atomic_thread_fence(detail::builtin_order<O>());
 #endif
+}
+
+// Reads a word again and again until it holds what is waited for. Only a caller that then calls
+// acquired() sees what was released before that value was stored. GPU: an acquire load makes the
+// whole SM forget its L1 cache; here the turns that find nothing leave it alone.
+template <Scope S, class T>
+BELFRY_HOST_DEVICE BELFRY_INLINE T load_to_poll(const T* address) {
+  constexpr Order order = BELFRY_HAS_HALF_FENCES != 0 ? Order::relaxed : Order::acquire;
+  return load<order, S>(address);
+}
+template <Scope S>
+BELFRY_HOST_DEVICE BELFRY_INLINE void acquired() {
+#if BELFRY_HAS_HALF_FENCES
+  fence<Order::acquire, S>();
+#endif
+}
+
+// One turn of such a wait: whether `holds(value)`; then the value is acquired.
+template <Scope S, class T, class Holds>
+BELFRY_HOST_DEVICE BELFRY_INLINE bool acquire_if(const T* address, Holds&& holds) {
+  if (!holds(load_to_poll<S>(address))) return false;
+  acquired<S>();
+  return true;
 }
 
 // An aligned 16-byte word that is read and written as a unit: command-ring slots and packets.

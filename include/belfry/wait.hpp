@@ -244,4 +244,11 @@ BELFRY_HOST_DEVICE constexpr bool reached(std::uint64_t a, std::uint64_t b) {
   return static_cast<std::int64_t>(a - b) >= 0;
 }
 
+// One turn of a wait for a counter: whether it has reached `at_least`, which then is acquired.
+template <Scope S>
+BELFRY_HOST_DEVICE BELFRY_INLINE bool has_reached(const std::uint64_t* word,
+                                                  std::uint64_t at_least) {
+  return acquire_if<S>(word, [&](std::uint64_t value) { return reached(value, at_least); });
+}
+
 }  // namespace belfry

@@ -24,8 +24,11 @@ __device__ T every_atomic(T* word, T value) {
   sum += belfry::exchange<Order::acq_rel, S>(word, value);
   T expected = value;
   if (belfry::compare_exchange<Order::seq_cst, S>(word, expected, sum)) sum += 1;
+  belfry::fence<Order::acquire, S>();
+  belfry::fence<Order::release, S>();
   belfry::fence<Order::acq_rel, S>();
   belfry::fence<Order::seq_cst, S>();
+  if (belfry::acquire_if<S>(word, [&](T found) { return found == expected; })) sum += 1;
   return sum + expected;
 }
 

@@ -89,7 +89,7 @@ BELFRY_DEVICE void watch_word(const DeviceComm& comm, std::uint32_t window, std:
     if (status == Status::ok) status = net.quiet(this_thread, 0);
     if (status != Status::ok) break;
     status = wait_until(comm.scope, "word", 0, 0, round, word,
-                        [&] { return load<Order::acquire, Scope::system>(word) == round; });
+                        [&] { return has_reached<Scope::system>(word, round); });
     s.saw = now_ns();
     stamps[round - 1] = s;
   }

@@ -224,9 +224,9 @@ class NetSet {
       } else {
         const std::uint64_t* word = comm_.local_counters + id;
         status = wait_until(comm_.scope, "counter", id, -1, at_least, word, [&] {
-          if (reached(load<Order::acquire, Scope::system>(word), at_least)) return true;
+          if (has_reached<Scope::system>(word, at_least)) return true;
           poll_queues();
-          return reached(load<Order::acquire, Scope::system>(word), at_least);
+          return has_reached<Scope::system>(word, at_least);
         });
       }
     }
@@ -371,7 +371,7 @@ class NetSet {
     std::uint32_t turn = 0;
     return wait_until(comm_.scope, what, id, -1, at_least, word, [&] {
       // Acquire at system scope: the NIC's or the peer's writes before the signal are visible.
-      if (reached(load<Order::acquire, Scope::system>(word), at_least)) return true;
+      if (has_reached<Scope::system>(word, at_least)) return true;
       // An error completion of this rank's own puts would otherwise go unseen here.
       if (++turn % 256 == 0) poll_queues();
       return false;

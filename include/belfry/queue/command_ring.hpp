@@ -246,7 +246,7 @@ BELFRY_HOST_DEVICE inline Status wait_complete(const CommandRing& ring, std::uin
                                                const WaitScope& scope) {
   return wait_until(scope, "completion", 0, ring.peer, end, ring.completed, [&] {
     // Acquire: a fetched value or got data is visible after its completion is.
-    return reached(load<Order::acquire, Scope::system>(ring.completed), end);
+    return has_reached<Scope::system>(ring.completed, end);
   });
 }
 

@@ -247,9 +247,9 @@ BELFRY_HOST_DEVICE inline void poll(SendQueue& queue) {
 
 // True when every block below `end` has completed.
 BELFRY_HOST_DEVICE inline bool is_complete(SendQueue& queue, std::uint64_t end) {
-  if (reached(load<Order::acquire, Scope::device>(&queue.completed), end)) return true;
+  if (has_reached<Scope::device>(&queue.completed, end)) return true;
   poll(queue);
-  return reached(load<Order::acquire, Scope::device>(&queue.completed), end);
+  return has_reached<Scope::device>(&queue.completed, end);
 }
 
 BELFRY_HOST_DEVICE inline Status wait_complete(SendQueue& queue, std::uint64_t end,
