@@ -3,7 +3,7 @@
 # Nothing here needs a GPU.
 set(BELFRY_CUDA_ARCHITECTURES 80 90a CACHE STRING "the sm_ numbers that device code is compiled for")
 option(BELFRY_CUDA_FAST_COMPILE
-  "the kernels of the library and the command take a third of the time to compile and are slow: for builds that nobody runs" OFF)
+  "the kernels of the command take a third of the time to compile and are slow: for builds that nobody runs" OFF)
 
 set(BELFRY_CUDA_ENABLED OFF)
 if(NOT BELFRY_CUDA MATCHES "^(ON|OFF|AUTO)$")
@@ -66,10 +66,11 @@ function(belfry_cuda_object out source)
   set(${out} ${object} PARENT_SCOPE)
 endfunction()
 
-# belfry_cuda_sources(target sources.cu...): adds each source to a target that runs.
+# belfry_cuda_sources(target sources.cu...): adds each source to a target that runs. The library's
+# are always compiled in full, and so checked as what users run.
 function(belfry_cuda_sources target)
   set(fast "")
-  if(BELFRY_CUDA_FAST_COMPILE)
+  if(BELFRY_CUDA_FAST_COMPILE AND NOT target STREQUAL "belfry")
     set(fast ${belfry_fastest})
   endif()
   foreach(source ${ARGN})
@@ -80,8 +81,8 @@ function(belfry_cuda_sources target)
 endfunction()
 
 # belfry_cuda_objects(target sources.cu...): compiles each source as part of `target`, with its
-# COMPILE_OPTIONS. The build fails when ptxas ignored setmaxnreg, or when a kernel whose name begins
-# with `hot_` spills or uses local memory; see check_ptxas.py.
+# COMPILE_OPTIONS. The build fails when ptxas ignored setmaxnreg, when something spills, or when a
+# kernel whose name begins with `hot_` uses local memory; see check_ptxas.py.
 function(belfry_cuda_objects target)
   set(objects "")
   foreach(source ${ARGN})

@@ -7,9 +7,12 @@
 
 Fails, after nvcc itself succeeded, when
   - setmaxnreg was ignored (in any kernel: the register split it asked for does not happen), or
-  - a kernel whose own name begins with `hot_` spills registers or uses local memory, or
-  - its wgmma instructions were serialised.
-Prints one line a kernel: registers, shared memory, stack, spills. Other ptxas messages pass.
+  - a kernel, or a function that it calls, spills registers, or
+  - a kernel whose own name begins with `hot_` uses local memory, or its wgmma instructions were
+    serialised.
+Code that is compiled fast (--Ofast-compile, -Xptxas=-O1) may spill, but for hot_ kernels. Prints one
+line a kernel: registers, shared memory, stack, spills with those of the functions that it calls.
+Other ptxas messages pass.
 The same figures go to OBJECT.json, from which --table makes a Markdown table of all kernels.
 """
 import json
@@ -21,6 +24,8 @@ import sys
 # The length before the name is part of the mangled form: hot_put is 7hot_put.
 HOT = re.compile(r"(?:^|\d)hot_\w")
 FUNCTION = re.compile(r"Compiling entry function '(?P<name>[^']+)' for '(?P<arch>[^']+)'")
+PROPERTIES = re.compile(r"Function properties for (?P<name>\S+)")
+FAST = re.compile(r"--Ofast-compile|-Xptxas=-O[01]\b")
 STACK = re.compile(r"(?P<stack>\d+) bytes stack frame, (?P<stores>\d+) bytes spill stores, "
                    r"(?P<loads>\d+) bytes spill loads")
 USED = re.compile(r"Used (?P<registers>\d+) registers")
@@ -41,15 +46,25 @@ def readable(names):
         return {name: name for name in names}
 
 
-def examine(text):
+def examine(text, fast=False):
     """What ptxas said: a dict of (kernel, architecture), the faults found, and the lines that are neither."""
     kernels, faults, rest, current = {}, [], [], None
+    spilling = {}  # for each of them, the functions that spill
+    function = None
     for line in text.splitlines():
         if match := FUNCTION.search(line):
-            current = kernels.setdefault((match["name"], match["arch"]), {
+            entry = (match["name"], match["arch"])
+            current = kernels.setdefault(entry, {
                 "registers": 0, "shared": 0, "stack": 0, "stores": 0, "loads": 0})
+        elif match := PROPERTIES.search(line):
+            function = match["name"]
         elif current is not None and (match := STACK.search(line)):
-            current.update({key: int(value) for key, value in match.groupdict().items()})
+            # A kernel's functions follow it, and its stack has theirs.
+            current["stack"] = max(current["stack"], int(match["stack"]))
+            current["stores"] += int(match["stores"])
+            current["loads"] += int(match["loads"])
+            if int(match["stores"]) or int(match["loads"]):
+                spilling.setdefault(entry, []).append(function)
         elif current is not None and (match := USED.search(line)):
             current["registers"] = int(match["registers"])
             if shared := SHARED.search(line):
@@ -63,14 +78,13 @@ def examine(text):
         if not CHATTER.search(line):
             rest.append(line)
     for (name, arch), kernel in kernels.items():
-        if not HOT.search(name):
-            continue
-        if kernel["stores"] or kernel["loads"]:
-            faults.append(f"hot kernel {name}, {arch}: found {kernel['stores']} bytes of spill stores and "
-                          f"{kernel['loads']} of spill loads with {kernel['registers']} registers, "
-                          f"wanted none; need fewer live values, or __launch_bounds__ with a "
-                          f"smaller block")
-        elif kernel["stack"]:
+        hot = HOT.search(name)
+        if (name, arch) in spilling and (hot or not fast):
+            faults.append(f"kernel {name}, {arch}: found {kernel['stores']} bytes of spill stores and "
+                          f"{kernel['loads']} of spill loads in {', '.join(spilling[name, arch])} "
+                          f"with {kernel['registers']} registers, wanted none; need fewer live "
+                          f"values, or __launch_bounds__ with a smaller block")
+        elif hot and kernel["stack"]:
             faults.append(f"hot kernel {name}, {arch}: found a stack frame of {kernel['stack']} bytes, "
                           f"wanted none; an array is indexed at run time, or a call was not inlined")
     return kernels, faults, rest
@@ -79,7 +93,7 @@ def examine(text):
 def run(command):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
                           errors="replace", check=False)
-    kernels, faults, rest = examine(done.stdout)
+    kernels, faults, rest = examine(done.stdout, any(FAST.search(word) for word in command))
     print("\n".join(line for line in rest if line.strip()))
     names = readable(list({name for name, _ in kernels}))
     for (name, arch), kernel in kernels.items():
@@ -132,16 +146,22 @@ def self_test():
                 f"    {stack} bytes stack frame, {stores} bytes spill stores, {loads} bytes spill loads\n"
                 f"ptxas info    : Used 40 registers, used 1 barriers, 1024 bytes smem\n{extra}")
 
-    def faults(*arguments):
-        return examine(text(*arguments))[1]
+    def faults(*arguments, fast=False):
+        return examine(text(*arguments), fast)[1]
 
     assert not faults("_Z7hot_putPm", 0, 0, 0)
     assert "spill" in faults("_Z7hot_putPm", 8, 8, 4)[0]
     assert "stack frame" in faults("_Z7hot_putPm", 16, 0, 0)[0]
     assert "spill" in faults("_ZN6belfry7hot_putILi3EEEvPm", 8, 8, 4)[0]
     assert "spill" in faults("hot_plain", 8, 8, 4)[0]
-    assert not faults("_Z8shot_putPm", 8, 8, 4)
-    assert not faults("_Z3putPm", 8, 8, 4)
+    assert "spill" in faults("_Z7hot_putPm", 8, 8, 4, fast=True)[0]
+    assert "spill" in faults("_Z3putPm", 8, 8, 4)[0]
+    assert not faults("_Z3putPm", 8, 8, 4, fast=True)
+    assert not faults("_Z8shot_putPm", 8, 0, 0)
+    called = ("ptxas info    : Function properties for _Z4calli\n"
+              "    0 bytes stack frame, {} bytes spill stores, 0 bytes spill loads\n")
+    assert not faults("_Z3putPm", 8, 0, 0, called.format(0))
+    assert "_Z4calli" in faults("_Z3putPm", 8, 0, 0, called.format(4))[0]
     assert "setmaxnreg" in faults(
         "_Z3putPm", 0, 0, 0,
         "ptxas info    : (C7508) Potential Performance Loss: 'setmaxnreg' ignored to maintain "

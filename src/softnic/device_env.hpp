@@ -14,16 +14,20 @@ namespace belfry::softnic::kernel {
 inline constexpr std::uint32_t lanes = 32;
 inline constexpr std::uint32_t all_lanes = 0xffffffffu;
 
-// A CTA's warps: fronts, which own QPs; movers, which copy for them; a clerk, which serves by the
-// engine's general code what fronts leave to it; one scout, which looks at everything outside the
-// CTA that is not a queue. Fronts poll nothing but their queues.
-inline constexpr std::uint32_t max_fronts_per_cta = 4;
+// A CTA's warps: fronts, which own QPs; a clerk, which serves by the engine's general code what
+// fronts leave to it; movers, which copy; one scout, which looks at everything outside the CTA that
+// is not a queue. Fronts poll nothing but their queues. The fronts and the clerk are the first
+// warpgroup: their code takes more registers than a thread gets when the SM is full, so that the
+// other warps hand some over. Fronts that are not wanted are movers.
+inline constexpr std::uint32_t max_fronts_per_cta = 3;
+inline constexpr std::uint32_t clerk_warp = max_fronts_per_cta;
+inline constexpr std::uint32_t warps_per_warpgroup = 4;
+static_assert(clerk_warp + 1 == warps_per_warpgroup);
 inline constexpr std::uint32_t max_ctas = 64;
 // Two: a queue's next large copy begins while the last chunks of the one before are under way. One
 // bit of a 64-bit word each, since any warp of the grid must find the jobs of all by one load.
 inline constexpr std::uint32_t jobs_per_front = 2;
 inline constexpr std::uint32_t max_fronts = 64 / jobs_per_front;
-inline constexpr std::uint32_t max_warps = 16;
 inline constexpr std::uint32_t slots_per_front = lanes;  // QPs of one front: a lane polls each
 
 // Up to `solo` bytes a front copies by itself: one round of loads. Up to `team` the movers of its
@@ -200,16 +204,17 @@ BELFRY_DEVICE BELFRY_INLINE void copy_units(std::byte* to, const std::byte* from
   for (; i < units; i += lanes) out[i] = in[i];
 }
 
-// One round of a copy by a warp: up to Deep units of 16 bytes a lane, all read before the first is
-// written.
+// One round of a copy by a warp: up to Deep units of 16 bytes a lane, at least one in all; all are
+// read before the first is written. Where there are fewer, the last one is read again: a value that
+// is read on a condition only would keep its registers for as long as the function runs.
 template <std::uint32_t Deep>
 BELFRY_DEVICE BELFRY_INLINE void copy_round(std::byte* to, const std::byte* from,
                                             std::uint32_t units, std::uint32_t lane) {
   constexpr std::uint32_t stride = lanes * 16;
-  to += lane * 16;
-  from += lane * 16;
   uint4 v[Deep];
   if (units >= Deep * lanes) {
+    to += lane * 16;
+    from += lane * 16;
 #pragma unroll
     for (std::uint32_t k = 0; k < Deep; ++k) v[k] = read16(from + k * stride);
 #pragma unroll
@@ -218,11 +223,13 @@ BELFRY_DEVICE BELFRY_INLINE void copy_round(std::byte* to, const std::byte* from
   }
 #pragma unroll
   for (std::uint32_t k = 0; k < Deep; ++k) {
-    if (k * lanes + lane < units) v[k] = read16(from + k * stride);
+    const std::uint32_t unit = k * lanes + lane;
+    v[k] = read16(from + (unit < units ? unit : units - 1) * 16);
   }
 #pragma unroll
   for (std::uint32_t k = 0; k < Deep; ++k) {
-    if (k * lanes + lane < units) write16(to + k * stride, v[k]);
+    const std::uint32_t unit = k * lanes + lane;
+    if (unit < units) write16(to + unit * 16, v[k]);
   }
 }
 

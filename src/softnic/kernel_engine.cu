@@ -26,8 +26,18 @@
 #define BELFRY_HAS_TRY_WAIT 0
 #endif
 
+// setmaxnreg, by which warps hand each other registers.
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define BELFRY_HAS_SETMAXNREG 1
+#else
+#define BELFRY_HAS_SETMAXNREG 0
+#endif
+
 namespace belfry::softnic {
 namespace kernel {
+
+// What a CTA has on this architecture; the host asks the driver.
+constexpr std::uint32_t warps_per_cta = BELFRY_HAS_SETMAXNREG != 0 ? 16 : 12;
 
 // ---- What the warps of a CTA share ----
 
@@ -222,7 +232,7 @@ BELFRY_DEVICE BELFRY_INLINE bool stopped(const Board& board) { return peek(board
 // and which lane that is differs.
 BELFRY_DEVICE BELFRY_INLINE void release_all() {
   __syncwarp();
-  fence<Order::acq_rel, Scope::system>();
+  fence<Order::release, Scope::system>();
   __syncwarp();
 }
 
@@ -397,10 +407,11 @@ BELFRY_DEVICE BELFRY_INLINE bool take_team_chunk(Board& board, std::uint32_t num
 
 // Copies chunks of its CTA's jobs, since a front waits for each, and of the grid's: in turn while
 // there are both, so that neither keeps the other from its end.
+template <bool First>
 BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number) {
   const std::uint32_t lane = this_lane();
   Board& board = shared_of_cta().board;
-  std::uint32_t turn = number, grid_turn = number, calls = 0;
+  std::uint32_t turn = number % max_fronts_per_cta, grid_turn = number, calls = 0;
   std::uint32_t held = 0, held_chunks = 0;  // copied and not yet said so
   Chunk grid = {};                          // of the job `held`
   std::uint32_t visits_left = 0;            // chunks of it to be taken before others are looked for
@@ -423,7 +434,8 @@ BELFRY_DEVICE __noinline__ void run_mover(const Tables& t, std::uint32_t number)
     const bool helps = teams != 0 && !(helped && has_taken);
     if (helps) {
       // Movers begin at different jobs, so that no front waits for the others' to end.
-      const std::uint32_t later = teams & ~below(turn++ % max_fronts_per_cta);
+      turn = turn + 1 < max_fronts_per_cta ? turn + 1 : 0;
+      const std::uint32_t later = teams & ~below(turn);
       team = first_of(later != 0 ? later : teams);
       if (!take_team_chunk(board, team, now, lane)) continue;
     } else {
@@ -558,7 +570,7 @@ BELFRY_DEVICE BELFRY_INLINE CqeTimes write_cqe(const HotCq& cq, const HotQp& q,
                                        mlx5::be64(static_cast<std::uint64_t>(clock64())).raw);
   store<Order::relaxed, Scope::system>(tail, mlx5::be32(wqe_opcode << 24 | q.qpn).raw);
   CqeTimes times = {};
-  fence<Order::acq_rel, Scope::system>();
+  fence<Order::release, Scope::system>();
   if constexpr (Traced) times.visible = now_ns();
   store<Order::relaxed, Scope::system>(
       tail + 1, mlx5::CqeTail::of(mlx5::CqeOpcode::requester, static_cast<std::uint16_t>(counter),
@@ -704,10 +716,10 @@ BELFRY_DEVICE BELFRY_INLINE void start_job(const Tables& t, Front& f, std::uint3
 BELFRY_DEVICE BELFRY_INLINE bool job_is_done(const Tables& t, const Front& f, const HotQp& q,
                                              std::uint32_t id) {
   const FrontJob& job = f.job[q.first_job];
+  if (clock64() < job.due) return false;
   // Acquire: the movers' stores, which the CQE or the next fence then covers.
-  return load<Order::acquire, Scope::system>(&t.jobs[jobs_per_front * id + q.first_job].done) ==
-             job.chunks &&
-         clock64() >= job.due;
+  return acquire_if<Scope::system>(&t.jobs[jobs_per_front * id + q.first_job].done,
+                                   [&](std::uint32_t done) { return done == job.chunks; });
 }
 
 // Whether a queue's job has so few chunks left that the next one had better begin. Not before: its
@@ -1041,7 +1053,7 @@ BELFRY_DEVICE __noinline__ Served serve_fast(const Tables& t, std::uint32_t warp
       __syncwarp();
       if (inside && kind == Kind::add) {
         // What this queue did before, by whichever lane, is visible before the atomic is.
-        if (dirty) fence<Order::acq_rel, Scope::system>();
+        if (dirty) fence<Order::release, Scope::system>();
         // One atomic for all that add to the same word, in their order.
         const std::uint32_t leader = first_of(same);
         std::uint64_t before = 0, total = value;
@@ -1274,7 +1286,7 @@ BELFRY_DEVICE BELFRY_INLINE void end_brief(const Tables& t, Front& f, Own& own, 
                                            [[maybe_unused]] std::uint64_t moved_ns) {
   if (b.adds) {
     // What was written before it, by whichever lane, is visible before the atomic is.
-    if (b.writes || q.dirty) fence<Order::acq_rel, Scope::system>();
+    if (b.writes || q.dirty) fence<Order::release, Scope::system>();
     const std::uint64_t found = fetch_add<Order::relaxed, Scope::system>(
         reinterpret_cast<std::uint64_t*>(b.signal), b.operand);
     store<Order::relaxed, Scope::system>(reinterpret_cast<std::uint64_t*>(b.result), found);
@@ -1554,23 +1566,24 @@ BELFRY_DEVICE __noinline__ void check_rings(const Tables& t, Front& f, HotQp& q)
   }
 }
 
-// One lane looks at its QP. True when it wants a turn; `said` is how far it may run.
+// One lane looks at its QP. True when it wants a turn; `said` is how far it may run. The caller
+// acquires what the record tells of.
 BELFRY_DEVICE BELFRY_INLINE bool look(const Tables& t, Front& f, HotQp& q, std::uint32_t id,
                                       std::uint32_t& said) {
   if (q.jobs != 0) return job_is_done(t, f, q, id);
   if (q.state != QpState::rts && q.state != QpState::sqd && q.state != QpState::err) return false;
   if (!f.poll_records && q.state == QpState::rts) {
     // The register before the record: after a ring the record is at least as new.
-    const std::uint64_t value = load<Order::acquire, Scope::system>(q.doorbell);
+    const std::uint64_t value = load_to_poll<Scope::system>(q.doorbell);
     if (value != q.rung_value) {
+      acquired<Scope::system>();
       q.rung_value = value;
       q.rung = mlx5::doorbell_producer_index(value);
       q.ringing = true;
       ++f.count.rings;
     }
   }
-  // Acquire: the WQEs were written before the record was.
-  said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(&q.record->send.raw)) & 0xffff;
+  said = mlx5::swap_bytes(load_to_poll<Scope::system>(&q.record->send.raw)) & 0xffff;
   if (!f.poll_records && q.state == QpState::rts) {
     if (q.ringing) {
       q.allowed = static_cast<std::uint16_t>(said);
@@ -1595,6 +1608,9 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
   Front& f = shared_of_cta().front[warp];
   std::uint32_t next = f.left.next;
   Own own = {};
+  // A plain queue's record, asked for a turn ago: two loads are always under way, so that a new
+  // index waits for half a trip at most before one takes it along.
+  std::uint32_t asked_record = 0;
   const auto refresh = [&] {
     const HotQp& q = f.qp[lane];
     const HotCq& cq = f.cq[q.cq];
@@ -1617,6 +1633,7 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
                    ? ~0u
                    : (1u << cq.log2_depth) - ((cq.produced - cq.consumer_seen) & 0xffffff);
     own.mixed = __any_sync(all_lanes, own.used && !own.plain);
+    if (own.plain) asked_record = load_to_poll<Scope::system>(own.record);
   };
   refresh();
   std::uint32_t turns = 1;
@@ -1642,10 +1659,11 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       if (draining && f.busy_jobs == 0) return leave(Need::note, 0, 0, 0);
       if (turns == turns_per_check) return leave(Need::check, 0, 0, 0);
     }
-    // Acquire: the WQEs were written before the record was.
     std::uint32_t said = own.consumer;
     if (own.plain && !draining) {
-      said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(own.record)) & 0xffff;
+      const std::uint32_t record = asked_record;
+      asked_record = load_to_poll<Scope::system>(own.record);
+      said = mlx5::swap_bytes(record) & 0xffff;
     }
     bool work = said != own.consumer, chained = false;
     if (own.mixed) {
@@ -1654,8 +1672,7 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
         work = look(t, f, f.qp[lane], id, said);
         if (!work && own.chains && !draining && f.busy_jobs != all_jobs &&
             nearly_taken(t, f, q, id)) {
-          // Acquire: as above.
-          said = mlx5::swap_bytes(load<Order::acquire, Scope::system>(own.record)) & 0xffff;
+          said = mlx5::swap_bytes(load_to_poll<Scope::system>(own.record)) & 0xffff;
           work = chained = ((said - own.consumer) & 0xffff) > 1;
         }
       }
@@ -1665,6 +1682,8 @@ BELFRY_DEVICE __noinline__ void serve_brief_queues(const Tables& t, std::uint32_
       if (f.valid == 0) give_way(empty_front_rest_ns);
       continue;
     }
+    // The WQEs were written before the record was.
+    acquired<Scope::system>();
     std::uint64_t seen_ns = 0;
     if constexpr (Traced) seen_ns = now_ns();
 
@@ -1908,8 +1927,21 @@ BELFRY_DEVICE __noinline__ void run_scout(const Tables& t) {
 
 // ---- The kernel ----
 
+// By all warps of a warpgroup. Together a CTA has the registers that it was started with: 512 for
+// the four threads of that many warpgroups.
+BELFRY_DEVICE BELFRY_INLINE void take_registers() {
+#if BELFRY_HAS_SETMAXNREG
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+#endif
+}
+BELFRY_DEVICE BELFRY_INLINE void hand_over_registers() {
+#if BELFRY_HAS_SETMAXNREG
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 96;");
+#endif
+}
+
 template <bool Traced>
-__global__ void __launch_bounds__(max_warps* lanes, 1)
+__global__ void __launch_bounds__(warps_per_cta* lanes, 1)
     softnic_kernel(const __grid_constant__ Tables t) {
   Shared& shared = shared_of_cta();
   auto* words = reinterpret_cast<std::uint32_t*>(&shared);
@@ -1918,10 +1950,21 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
   if (threadIdx.x == 0) prepare_call(shared.board);
   __syncthreads();
   const std::uint32_t warp = threadIdx.x / lanes, lane = threadIdx.x % lanes;
-  const std::uint32_t warps = blockDim.x / lanes;
+  if (warp >= warps_per_warpgroup) {
+    hand_over_registers();
+    if (warp + 1 < warps_per_cta) {
+      run_mover<false>(t, warp);
+    } else if (lane == 0) {
+      run_scout(t);
+    }
+    return;
+  }
+  take_registers();
   // Numbers go over the CTAs first: few queues spread over all of them.
   const std::uint32_t id = warp * gridDim.x + blockIdx.x;
-  if (warp < t.fronts_per_cta && id < t.fronts) {
+  if (warp == clerk_warp) {
+    run_clerk(t);
+  } else if (warp < t.fronts_per_cta && id < t.fronts) {
     Front& f = shared.front[warp];
     if (lane == 0) {
       f.random_state = t.seed + id;
@@ -1932,12 +1975,8 @@ __global__ void __launch_bounds__(max_warps* lanes, 1)
     }
     __syncwarp();
     run_front<Traced>(t, warp, id);
-  } else if (warp + 2 < warps) {
-    run_mover(t, warp);
-  } else if (warp + 1 < warps) {
-    run_clerk(t);
-  } else if (lane == 0) {
-    run_scout(t);
+  } else {
+    run_mover<true>(t, warp);
   }
 }
 
@@ -2157,7 +2196,6 @@ KernelEngine::Implementation::Implementation(KernelEngineConfig c) : config(std:
           "change KernelEngineConfig");
   };
   bounds("ctas", config.ctas, 1, kernel::max_ctas);
-  bounds("warps", config.warps, 4, kernel::max_warps);
   bounds("max_qps", config.max_qps, 1, qp_index_mask + 1);
   bounds("max_cqs", config.max_cqs, 1, 65535);
   bounds("max_keys", config.max_keys, 2, 65536);
@@ -2201,8 +2239,8 @@ KernelEngine::Implementation::~Implementation() {
 
 // One allocation holds all tables.
 void KernelEngine::Implementation::lay_out() {
-  t.fronts_per_cta = std::min({kernel::max_fronts_per_cta, config.warps / 4,
-                               std::max(1u, kernel::max_fronts / config.ctas)});
+  t.fronts_per_cta =
+      std::min(kernel::max_fronts_per_cta, std::max(1u, kernel::max_fronts / config.ctas));
   t.fronts = std::min(t.fronts_per_cta * config.ctas, kernel::max_fronts);
   t.max_keys = config.max_keys;
   t.max_peers = config.max_peers;
@@ -2290,8 +2328,11 @@ void KernelEngine::Implementation::start() {
   t.cycles_per_us = static_cast<std::uint32_t>(clock_khz) / 1000;
   check_cuda(cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, config.device),
              thing("SMs"), "their number");
-  const auto threads = static_cast<int>(config.warps * kernel::lanes);
   const auto code = config.trace ? kernel::softnic_kernel<true> : kernel::softnic_kernel<false>;
+  cudaFuncAttributes attributes = {};
+  check_cuda(cudaFuncGetAttributes(&attributes, code), thing("kernel"), "code for this GPU");
+  // As many as it was compiled for.
+  const int threads = attributes.maxThreadsPerBlock;
   check_cuda(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, code, threads, 0),
              thing("kernel"), "code for this GPU");
   // Its CTAs wait for each other.

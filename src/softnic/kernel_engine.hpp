@@ -25,11 +25,11 @@ static_assert(sizeof(KernelEngineAddress) == 16);
 struct KernelEngineConfig {
   std::string name = "softnic";  // in reports: say the rank
   int device = 0;
-  // The kernel's size. A CTA of 16 warps fills an SM's registers and serves 4 queues at once with
-  // 10 warps that copy: 2 CTAs are enough for latency, a link's full bandwidth asks for 24 or more.
-  // Beyond 32 fronts the CTAs have none.
-  std::uint32_t ctas = 2;    // at most 64
-  std::uint32_t warps = 16;  // of a CTA: 4 to 16
+  // The kernel's size. A CTA fills an SM's registers. On GPUs that move registers between warps
+  // (sm_90a) it has 16 warps, serves 3 queues at once and has 11 warps that copy, or more with
+  // fewer queues; on others 12 warps, 7 of which copy. 2 CTAs are enough for latency, a link's full
+  // bandwidth asks for 24 or more. Beyond 32 fronts the CTAs have none.
+  std::uint32_t ctas = 2;  // at most 64
   // Capacities. Memory for all of it is taken at creation.
   std::uint32_t max_qps = 256;
   std::uint32_t max_cqs = 256;
