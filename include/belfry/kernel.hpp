@@ -159,6 +159,10 @@ inline constexpr belfry::simt::detail::BlockFields<&belfry::simt::detail::BlockS
     gridDim{};
 inline constexpr int warpSize = 32;
 
+struct alignas(16) uint4 {
+  unsigned x, y, z, w;
+};
+
 // Barriers.
 inline void __syncthreads() { belfry::simt::detail::block_barrier(); }
 inline int __syncthreads_count(int predicate) {
@@ -228,6 +232,15 @@ unsigned __match_any_sync(unsigned mask, T value) {
 // may not assume that they are.
 inline unsigned __activemask() { return 1u << belfry::simt::detail::lane(); }
 
+template <class T>
+T __reduce_add_sync(unsigned mask, T value) {
+  T sum = 0;
+  for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
+    sum += __shfl_sync(mask, value, __builtin_ctz(rest));
+  }
+  return sum;
+}
+
 // Bits.
 inline int __popc(unsigned value) { return __builtin_popcount(value); }
 inline int __popcll(unsigned long long value) { return __builtin_popcountll(value); }
@@ -242,6 +255,8 @@ inline int __clzll(long long value) {
 
 // Time and fences.
 inline void __nanosleep(unsigned) { belfry::relax(); }
+// A cycle is a nanosecond here.
+inline long long clock64() { return static_cast<long long>(belfry::now_ns()); }
 inline void __threadfence_block() { belfry::fence<belfry::Order::seq_cst, belfry::Scope::block>(); }
 inline void __threadfence() { belfry::fence<belfry::Order::seq_cst, belfry::Scope::device>(); }
 inline void __threadfence_system() {
@@ -293,6 +308,19 @@ template <class T>
 T atomicOr(T* address, std::type_identity_t<T> value) {
   belfry::preemption_point();
   return __atomic_fetch_or(address, value, __ATOMIC_RELAXED);
+}
+// Of the block's scope.
+template <class T>
+T atomicAdd_block(T* address, std::type_identity_t<T> value) {
+  return atomicAdd(address, value);
+}
+template <class T>
+T atomicAnd_block(T* address, std::type_identity_t<T> value) {
+  return atomicAnd(address, value);
+}
+template <class T>
+T atomicOr_block(T* address, std::type_identity_t<T> value) {
+  return atomicOr(address, value);
 }
 template <class T>
 T atomicXor(T* address, std::type_identity_t<T> value) {

@@ -157,14 +157,7 @@ std::string soft_differs(const Blob& a, const Blob& b) {
 std::string soft_lacks_for_gpus() { return {}; }
 
 std::unique_ptr<Provider> open_soft(const Options& options) {
-  if (options.gpu >= 0 && !options.engine_on_cpu) {
-#if BELFRY_WITH_CUDA
-    return open_soft_on_gpu(options);
-#else
-    throw Error("SoftNIC as a kernel", "this belfry was built without CUDA",
-                "a belfry built where nvcc is", "rebuild, or use BELFRY_SOFTNIC_ENGINE=cpu");
-#endif
-  }
+  if (options.gpu >= 0 && !options.engine_on_cpu) return open_soft_on_gpu(options);
   return std::make_unique<SoftProvider>(options);
 }
 

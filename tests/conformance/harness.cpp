@@ -439,7 +439,7 @@ void run_rank(Job& job, std::shared_ptr<Bootstrap> bootstrap,
     for (const std::string& line : found) note(line);
     throw std::runtime_error("a rank found what should not be");
   };
-  const auto comm = Comm::create(std::move(bootstrap), shape.options);
+  const auto comm = Comm::create(std::move(bootstrap), adapted(shape.options));
   std::vector<Window> windows;
   std::vector<std::uint32_t> ids;
   for (std::uint32_t w = 0; w < job.windows(); ++w) {
@@ -538,8 +538,8 @@ std::string run_world(const World& world, const std::function<void(Comm& comm)>&
     simt::run_ranks(
         world.ranks,
         [&](int rank) {
-          const auto comm =
-              Comm::create(std::shared_ptr<Bootstrap>(group.bootstrap(rank)), world.options);
+          const auto comm = Comm::create(std::shared_ptr<Bootstrap>(group.bootstrap(rank)),
+                                         adapted(world.options));
           body(*comm);
         },
         [&](int rank) { group.fail(rank, "its body threw"); });

@@ -113,6 +113,15 @@ std::string run_job_as_rank(const Shape& shape, const std::shared_ptr<Bootstrap>
 
 // A job of `ranks` ranks in this process; returns what the first body threw, or an empty string.
 // Every body is told its rank and has a communicator.
+// What a program changes for all communicators of its tests: where their memory lies, say.
+inline std::function<void(CommOptions&)> adapt_options;
+
+// The options as this program has them.
+inline CommOptions adapted(CommOptions options) {
+  if (adapt_options) adapt_options(options);
+  return options;
+}
+
 struct World {
   simt::Mode mode = simt::Mode::seeded;
   std::uint64_t seed = 1;

@@ -10,7 +10,7 @@
 
 #include "belfry/device/net.hpp"
 #include "belfry/launch.hpp"
-#include "conformance/cells.hpp"
+#include "conformance/harness.hpp"
 #include "uverbs/fake_cuda.hpp"
 
 namespace belfry::conformance {
@@ -22,43 +22,17 @@ CommOptions on_gpu(CommOptions o = {}) {
   return o;
 }
 
-class CopyEngines : public testing::TestWithParam<Cell> {
- protected:
-  static Shape shape() {
-    Shape s = std::apply(shape_of, GetParam());
-    s.options = on_gpu(s.options);
-    return s;
+// The matrix, too, runs on such GPUs here, and the copy engines move what its NIC moves.
+class OnCopyEngines final : public testing::Environment {
+ public:
+  void SetUp() override {
+    adapt_options = [](CommOptions& o) {
+      if (o.gpu < 0) o = on_gpu(o);
+    };
   }
+  void TearDown() override { EXPECT_GT(fake_cuda_copies(), 0u); }
 };
-
-TEST_P(CopyEngines, a_thread_does_every_operation) {
-  const unsigned long before = fake_cuda_copies();
-  EXPECT_EQ(run_job(every_operation(shape())).error, "");
-  const bool by_nic = std::get<Path>(GetParam()) != Path::lsa;
-  EXPECT_EQ(fake_cuda_copies() > before, by_nic);
-}
-
-TEST_P(CopyEngines, warps_and_blocks_do_every_operation_on_several_contexts_and_windows) {
-  EXPECT_EQ(run_job(warps_and_blocks(shape())).error, "");
-}
-
-TEST_P(CopyEngines, a_queue_of_four_blocks_is_enough) {
-  EXPECT_EQ(run_job(four_blocks(shape())).error, "");
-}
-
-TEST_P(CopyEngines, indices_that_start_just_below_their_wraps_make_no_difference) {
-  for (const std::uint64_t first : first_indices) {
-    EXPECT_EQ(run_job(near_a_wrap(shape(), first)).error, "") << "first index " << first;
-  }
-}
-
-INSTANTIATE_TEST_SUITE_P(conformance, CopyEngines,
-                         testing::Combine(testing::Values(Path::lsa, Path::direct, Path::proxy,
-                                                          Path::triggered, Path::host),
-                                          testing::Values(simt::Mode::cooperative,
-                                                          simt::Mode::threads),
-                                          testing::Values(3), testing::Bool()),
-                         cell_name);
+const auto* const environment = testing::AddGlobalTestEnvironment(new OnCopyEngines);
 
 // Every thread adds to the same signal of every rank, some peers near, some reached by the NIC.
 __global__ void greet(DeviceComm comm, std::uint32_t window, std::uint64_t rounds, Status* status) {

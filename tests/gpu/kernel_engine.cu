@@ -1,8 +1,9 @@
 // SoftNIC as a persistent GPU kernel, on one GPU or on two: two ranks made by hand, everything
 // that a kernel posts to in GPU memory, the library's own device calls on top. Claims first, then
 // figures. Needs neither the library nor Boost:
-//   nvcc -std=c++20 -O3 -arch=sm_90 -Iinclude -Isrc -Itests -o kernel_engine
-//        src/softnic/kernel_engine.cu tests/gpu/kernel_engine.cu && ./kernel_engine [tests|bench]
+//   nvcc -std=c++20 -O3 -arch=sm_90a -Iinclude -Isrc -Itests -o kernel_engine
+//        src/softnic/kernel_on_gpu.cu src/softnic/kernel_engine.cpp tests/gpu/kernel_engine.cu &&
+//   ./kernel_engine [tests|bench]
 #include <algorithm>
 #include <chrono>
 #include <cmath>
