@@ -1447,8 +1447,11 @@ BELFRY_DEVICE void modify(const Tables& t, Front& f, HotQp& q, const ModifyQp& m
       qp.remote_qpn = m.remote_qpn;
       qp.peer = m.peer;
       q.receive_word = load<Order::relaxed, Scope::system>(&qp.record->receive.raw);
-      // What was rung in a former life is no ring.
-      q.rung_value = qp.doorbell != nullptr ? load<Order::relaxed, Scope::system>(qp.doorbell) : 0;
+      // What was rung in a former life is no ring, and the same value is one in the next.
+      if (qp.doorbell != nullptr) {
+        store<Order::relaxed, Scope::system>(qp.doorbell, std::uint64_t{0});
+      }
+      q.rung_value = 0;
       q.rung = q.allowed = qp.first_index;
       q.ringing = q.wants_job = q.backlog = false;
       q.suspect_ns = 0;

@@ -11,18 +11,6 @@
 namespace belfry::conformance {
 namespace {
 
-class OnSoftnicKernel final : public testing::Environment {
- public:
-  void SetUp() override {
-    adapt_options = [](CommOptions& o) {
-      o.gpu = 0;
-      o.softnic.engine = SoftnicEngine::kernel;
-      if (o.softnic.ctas == CommOptions{}.softnic.ctas) o.softnic.ctas = 1;
-    };
-  }
-};
-const auto* const environment = testing::AddGlobalTestEnvironment(new OnSoftnicKernel);
-
 TEST(SoftnicKernel, says_that_it_is_one) {
   const std::string error = run_world({}, [](Comm& comm) {
     EXPECT_NE(comm.describe().find("SoftNIC as a kernel of GPU 0 that takes 1 of its SMs"),

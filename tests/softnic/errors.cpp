@@ -187,7 +187,7 @@ TEST(Errors, a_deregistered_key_is_refused) {
 }
 
 TEST(Errors, a_key_of_the_past_is_not_a_key_of_the_present) {
-  SoftNic nic({});
+  Nic nic({});
   std::uint64_t word = 0;
   std::uint32_t previous = 0;
   for (int i = 0; i < 1000; ++i) {
@@ -198,6 +198,26 @@ TEST(Errors, a_key_of_the_past_is_not_a_key_of_the_present) {
     previous = key.lkey;
     nic.deregister(key.lkey);
     EXPECT_THROW(nic.deregister(key.lkey), Error);
+  }
+}
+
+TEST(Errors, a_key_that_was_in_use_is_refused_once_it_is_deregistered) {
+  const std::uint64_t value = 1;
+  const std::function<Wqe(Pair&)> forms[] = {
+      [&](Pair& pair) {
+        return Wqe(Opcode::rdma_write)
+            .remote(pair.b.memory, pair.b.key.rkey)
+            .inline_data(&value, sizeof(value));
+      },
+      [](Pair& pair) { return pair.a.write(pair.b, 0, 0, 64); },
+      [](Pair& pair) { return pair.a.write(pair.b, 0, 0, 4097); },
+      [](Pair& pair) { return pair.a.fetch_add(pair.b, 0, 8, 1); },
+  };
+  for (const auto& form : forms) {
+    Pair pair;
+    for (int i = 0; i < 3; ++i) complete(pair, pair.a, form(pair));
+    pair.b.nic.deregister(pair.b.key.lkey);
+    fails_with(pair, pair.a, form(pair), Syndrome::remote_access);
   }
 }
 

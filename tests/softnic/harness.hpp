@@ -20,8 +20,17 @@
 #include "belfry/status.hpp"
 #include "softnic/device.hpp"
 #include "softnic/nic.hpp"
+#if defined(SOFTNIC_AS_KERNEL)
+#include "softnic/kernel_nic.hpp"
+#endif
 
 namespace belfry::softnic::testing {
+
+#if defined(SOFTNIC_AS_KERNEL)
+using Nic = KernelNic;
+#else
+using Nic = SoftNic;
+#endif
 
 using mlx5::be32;
 using mlx5::be64;
@@ -105,7 +114,7 @@ inline std::uint64_t read_word(const std::uint64_t& word) {
 
 class Cq {
  public:
-  explicit Cq(SoftNic& nic, std::uint32_t log2_depth = 6, bool collapsed = false,
+  explicit Cq(Nic& nic, std::uint32_t log2_depth = 6, bool collapsed = false,
               bool ignore_overrun = false)
       : nic_(nic), log2_(log2_depth), buffer_(std::size_t{1} << log2_depth) {
     for (auto& cqe : buffer_) {
@@ -159,7 +168,7 @@ class Cq {
                               &cqe)[mlx5::cqe_syndrome_offset]);
     return s;
   }
-  SoftNic& nic_;
+  Nic& nic_;
   std::uint32_t log2_;
   std::vector<Slot> buffer_;
 };
@@ -178,7 +187,7 @@ struct QueueOptions {
 // A QP with its rings. Posting is three steps, so that a test can do them wrongly.
 class Queue {
  public:
-  Queue(SoftNic& nic, std::uint32_t send_cqn, std::uint32_t receive_cqn,
+  Queue(Nic& nic, std::uint32_t send_cqn, std::uint32_t receive_cqn,
         const QueueOptions& options = {})
       : options_(options),
         nic_(nic),
@@ -265,7 +274,7 @@ class Queue {
 
  private:
   QueueOptions options_;
-  SoftNic& nic_;
+  Nic& nic_;
   std::uint64_t own_register_ = 0;
 
  public:
@@ -336,7 +345,7 @@ struct Side {
     return found;
   }
 
-  SoftNic nic;
+  Nic nic;
   std::shared_ptr<FakeDevice> device;
   memory::SharedSegment segment;
   std::vector<std::uint64_t> ordinary;

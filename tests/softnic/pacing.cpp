@@ -175,7 +175,7 @@ TEST(Pacing, a_latency_below_0_is_refused) {
   NicConfig config;
   config.pacing.latency = -1ns;
   try {
-    const SoftNic nic(config);
+    const Nic nic(config);
     FAIL() << "accepted";
   } catch (const Error& error) {
     EXPECT_NE(std::string(error.what()).find("Pacing::latency"), std::string::npos) << error.what();
