@@ -235,7 +235,7 @@ inline unsigned __activemask() { return 1u << belfry::simt::detail::lane(); }
 template <class T>
 T __reduce_add_sync(unsigned mask, T value) {
   T sum = 0;
-  for (unsigned rest = mask; rest != 0; rest &= rest - 1) {
+  for (unsigned rest = __ballot_sync(mask, 1); rest != 0; rest &= rest - 1) {
     sum += __shfl_sync(mask, value, __builtin_ctz(rest));
   }
   return sum;

@@ -177,9 +177,10 @@ KernelEngine::Implementation::Implementation(KernelEngineConfig c) : config(std:
   bounds("max_peers", config.max_peers, 1, 65536);
   bounds("max_reports", config.max_reports, 1, 1 << 20);
   bounds("trace_events", config.trace_events, 1, 1 << 20);
-  check(config.pacing.latency.count() >= 0, thing("pacing"),
-        text("%lld ns", static_cast<long long>(config.pacing.latency.count())), "at least 0",
-        "change Pacing::latency");
+  // A front carries out commands between messages.
+  check(config.pacing.latency.count() >= 0 && config.pacing.latency < config.control_deadline,
+        thing("pacing"), text("%lld ns", static_cast<long long>(config.pacing.latency.count())),
+        "0 to less than control_deadline", "change Pacing::latency");
   if (::getrandom(&own.id, sizeof(own.id), 0) != static_cast<ssize_t>(sizeof(own.id))) {
     own.id =
         static_cast<std::uint64_t>(std::chrono::steady_clock::now().time_since_epoch().count());

@@ -67,6 +67,28 @@ TEST_P(Warps, votes_and_matches_see_every_lane) {
   EXPECT_EQ(wrong, 0);
 }
 
+// The even lanes add up theirs, the odd ones theirs, and a block of 40 has a warp of 8.
+__global__ void sums(unsigned* wrong, unsigned* total) {
+  const unsigned lane = threadIdx.x % 32;
+  const unsigned mask = lane % 2 == 0 ? 0x55555555u : 0xaaaaaaaau;
+  unsigned expected = 0;
+  for (unsigned i = lane % 2; i < (threadIdx.x < 32 ? 32 : 8); i += 2) expected += 3 * i;
+  if (__reduce_add_sync(mask, 3 * lane) != expected) atomicAdd_block(wrong, 1u);
+  atomicAdd_block(total, 2u);
+  atomicOr_block(total + 1, 1u << lane);
+  atomicAnd_block(total + 2, ~(1u << lane));
+}
+
+TEST_P(Warps, sums_are_of_the_lanes_that_take_part) {
+  unsigned wrong = 0;
+  unsigned total[3] = {0, 0, kAll};
+  launch({.grid = 1, .block = 40}, sums, &wrong, total).wait();
+  EXPECT_EQ(wrong, 0u);
+  EXPECT_EQ(total[0], 80u);
+  EXPECT_EQ(total[1], kAll);
+  EXPECT_EQ(total[2], 0u);
+}
+
 // The even and the odd lanes hold different numbers of collectives.
 __global__ void divided(int* wrong) {
   const unsigned lane = threadIdx.x % 32;
