@@ -159,10 +159,6 @@ inline constexpr belfry::simt::detail::BlockFields<&belfry::simt::detail::BlockS
     gridDim{};
 inline constexpr int warpSize = 32;
 
-struct alignas(16) uint4 {
-  unsigned x, y, z, w;
-};
-
 // Barriers.
 inline void __syncthreads() { belfry::simt::detail::block_barrier(); }
 inline int __syncthreads_count(int predicate) {

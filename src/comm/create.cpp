@@ -265,7 +265,7 @@ void Comm::Implementation::make_control_memory() {
     mine.signals = gpu->signals.name();
     if (options.softnic.engine == SoftnicEngine::cpu) {
       try {
-        gpu->control = memory::PinnedSegment(name, bytes);
+        gpu->control = memory::PinnedSegment(gpu->device, name, bytes);
       } catch (const Error& e) {
         gpu->not_pinned = e.what();
       }
@@ -359,10 +359,11 @@ void Comm::Implementation::make_tables() {
   counters = own_counters.data();
   if (gpu != nullptr) {
     const std::size_t counter_bytes = options.counters * sizeof(std::uint64_t);
-    gpu->shared = memory::PinnedBlock(sizeof(SharedWords) + (cpu_counts() ? counter_bytes : 0));
+    gpu->shared =
+        memory::PinnedBlock(gpu->device, sizeof(SharedWords) + (cpu_counts() ? counter_bytes : 0));
     shared = new (gpu->shared.data()) SharedWords;
     counters = cpu_counts() ? reinterpret_cast<std::uint64_t*>(shared + 1) : nullptr;
-    gpu->lanes = memory::PinnedBlock(max_lanes * sizeof(LaneWords));
+    gpu->lanes = memory::PinnedBlock(gpu->device, max_lanes * sizeof(LaneWords));
     lane_words = static_cast<LaneWords*>(gpu->lanes.data());
   } else {
     own_lane_words.resize(max_lanes);
@@ -573,7 +574,7 @@ void Comm::Implementation::connect_queues() {
         channel.result_slots = options.result_slots;
         channel.peer = peer;
         channel.context = context;
-        channel.pinned = gpu != nullptr;
+        channel.gpu = options.gpu;
         proxies.push_back(std::make_unique<path::ProxyChannel>(channel, std::move(queue)));
         route.ring = proxies.back()->ring();
       }

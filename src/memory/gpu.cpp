@@ -9,6 +9,7 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <optional>
 #include <utility>
 #include <vector>
 
@@ -286,7 +287,7 @@ std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device) {
   return std::make_shared<GpuMapping>(reinterpret_cast<void*>(name.address), device, false);
 }
 
-PinnedBlock::PinnedBlock(std::size_t bytes) : bytes_((bytes + 4095) / 4096 * 4096) {
+PinnedBlock::PinnedBlock(int device, std::size_t bytes) : bytes_((bytes + 4095) / 4096 * 4096) {
   Device& host = device_of(-1);
   {
     const std::lock_guard guard(host.mutex);
@@ -296,6 +297,8 @@ PinnedBlock::PinnedBlock(std::size_t bytes) : bytes_((bytes + 4095) / 4096 * 409
     }
   }
   if (data_ == nullptr) {
+    std::optional<OnDevice> on;
+    if (device >= 0) on.emplace(device);
     check(cudaHostAlloc(&data_, bytes_, cudaHostAllocMapped | cudaHostAllocPortable),
           fmt::format("{} bytes of pinned memory", bytes), "raise the limit: ulimit -l");
   }
@@ -333,7 +336,7 @@ IdleSegments& idle_segments() {
 
 }  // namespace
 
-PinnedSegment::PinnedSegment(const std::string& name, std::size_t bytes) {
+PinnedSegment::PinnedSegment(int device, const std::string& name, std::size_t bytes) {
   const std::string thing = fmt::format("{} bytes of pinned memory for {}", bytes, name);
   {
     IdleSegments& idle = idle_segments();
@@ -352,6 +355,7 @@ PinnedSegment::PinnedSegment(const std::string& name, std::size_t bytes) {
     return;
   }
   SharedSegment made(name, bytes);
+  const OnDevice on(device);
   check(
       cudaHostRegister(made.data(), made.size(), cudaHostRegisterPortable | cudaHostRegisterMapped),
       thing, "raise the limit: ulimit -l");

@@ -98,7 +98,9 @@ std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device);
 class PinnedBlock {
  public:
   PinnedBlock() = default;
-  explicit PinnedBlock(std::size_t bytes);
+  // By way of `device`, so that no other GPU gets a context for it; -1: of the thread's current
+  // one.
+  PinnedBlock(int device, std::size_t bytes);
   ~PinnedBlock();  // NOLINT(performance-trivially-destructible)
   PinnedBlock(PinnedBlock&&) noexcept;
   PinnedBlock& operator=(PinnedBlock&&) noexcept;
@@ -116,7 +118,7 @@ class PinnedSegment {
  public:
   PinnedSegment() = default;
   // Throws belfry::Error that says what the driver refused.
-  PinnedSegment(const std::string& name, std::size_t bytes);
+  PinnedSegment(int device, const std::string& name, std::size_t bytes);
   ~PinnedSegment();  // NOLINT(performance-trivially-destructible)
   PinnedSegment(PinnedSegment&&) noexcept;
   PinnedSegment& operator=(PinnedSegment&&) noexcept;
@@ -127,12 +129,12 @@ class PinnedSegment {
   SharedSegment segment_;
 };
 
-// `count` values in pinned memory. cudaHostAlloc's own memory would do, but for its end:
-// cudaFreeHost waits for kernels.
+// `count` values in pinned memory, by way of the thread's current GPU. cudaHostAlloc's own memory
+// would do, but for its end: cudaFreeHost waits for kernels.
 template <class T>
 class PinnedArray {
  public:
-  explicit PinnedArray(std::size_t count) : block_((count == 0 ? 1 : count) * sizeof(T)) {}
+  explicit PinnedArray(std::size_t count) : block_(-1, (count == 0 ? 1 : count) * sizeof(T)) {}
   T* data() const { return static_cast<T*>(block_.data()); }
   T& operator[](std::size_t i) const { return data()[i]; }
 

@@ -27,11 +27,11 @@ GpuMapping::~GpuMapping() { (void)device_, (void)imported_; }
 EndlessKernel::EndlessKernel() = default;
 EndlessKernel::~EndlessKernel() = default;
 std::shared_ptr<GpuMapping> map_gpu(const GpuName&, int) { refuse("memory of a GPU"); }
-PinnedBlock::PinnedBlock(std::size_t) { refuse("pinned memory"); }
+PinnedBlock::PinnedBlock(int, std::size_t) { refuse("pinned memory"); }
 PinnedBlock::~PinnedBlock() = default;
 PinnedBlock::PinnedBlock(PinnedBlock&&) noexcept = default;
 PinnedBlock& PinnedBlock::operator=(PinnedBlock&&) noexcept = default;
-PinnedSegment::PinnedSegment(const std::string&, std::size_t) { refuse("pinned memory"); }
+PinnedSegment::PinnedSegment(int, const std::string&, std::size_t) { refuse("pinned memory"); }
 PinnedSegment::~PinnedSegment() = default;
 PinnedSegment::PinnedSegment(PinnedSegment&&) noexcept = default;
 PinnedSegment& PinnedSegment::operator=(PinnedSegment&&) noexcept = default;

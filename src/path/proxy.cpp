@@ -22,8 +22,8 @@ ProxyChannel::ProxyChannel(const Config& config, std::unique_ptr<provider::Queue
   const std::size_t busy_at = slots_at + config.depth * sizeof(queue::CommandSlot);
   const std::size_t bytes = busy_at + config.result_slots * sizeof(std::uint32_t);
   std::shared_ptr<std::byte> memory;
-  if (config.pinned) {
-    auto block = std::make_shared<memory::PinnedBlock>(bytes);
+  if (config.gpu >= 0) {
+    auto block = std::make_shared<memory::PinnedBlock>(config.gpu, bytes);
     memory = std::shared_ptr<std::byte>(block, static_cast<std::byte*>(block->data()));
   } else {
     constexpr std::align_val_t alignment{alignof(Shared)};

@@ -20,7 +20,7 @@ class ProxyChannel {
     std::uint32_t result_slots = 64;
     std::int32_t peer = 0;
     std::uint32_t context = 0;
-    bool pinned = false;  // kernels of a GPU push
+    int gpu = -1;  // whose kernels push; -1: none's
   };
   ProxyChannel(const Config& config, std::unique_ptr<provider::Queue> queue);
   ~ProxyChannel();

@@ -23,8 +23,8 @@ FarMemory memory_of_gpu(int gpu, std::size_t bytes) {
           copy(memory::copy_from_gpu)};
 }
 
-FarMemory pinned_memory(std::size_t bytes) {
-  auto block = std::make_shared<memory::PinnedBlock>(bytes);
+FarMemory pinned_memory(int gpu, std::size_t bytes) {
+  auto block = std::make_shared<memory::PinnedBlock>(gpu, bytes);
   const auto copy = [](void* target, const void* source, std::size_t n) {
     std::memcpy(target, source, n);
   };

@@ -20,7 +20,7 @@ struct FarMemory {
 
 // Throw belfry::Error.
 FarMemory memory_of_gpu(int gpu, std::size_t bytes);
-FarMemory pinned_memory(std::size_t bytes);
+FarMemory pinned_memory(int gpu, std::size_t bytes);
 
 class CopiedQueue : public Queue {
  public:

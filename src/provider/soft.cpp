@@ -96,13 +96,13 @@ class SoftProvider final : public Provider {
       // Of what the engine reads a kernel only writes; the rest it need not fetch over PCIe.
       const std::size_t pinned = queue_posters_at(config);
       return std::make_unique<GpuSoftQueue<HostPair>>(
-          nic_, config, true, pinned_memory(pinned),
+          nic_, config, true, pinned_memory(gpu_, pinned),
           memory_of_gpu(gpu_, queue_bytes(config) - pinned));
     }
     if (gpu_ < 0) return std::make_unique<CpuSoftQueue<HostPair>>(nic_, config);
     // Kernels and streams of the GPU ring some of them, and look at what came of others.
     return std::make_unique<CpuSoftQueue<HostPair>>(
-        nic_, config, [](std::size_t n) { return pinned_memory(n).data; });
+        nic_, config, [this](std::size_t n) { return pinned_memory(gpu_, n).data; });
   }
 
   std::vector<std::string> take_reports() override {

@@ -67,7 +67,7 @@ class SoftOnGpu final : public Provider {
           engine_, config, strict_, memory_of_gpu(device_, queue_bytes(config)));
     }
     return std::make_unique<CpuSoftQueue<KernelPair>>(
-        engine_, config, [](std::size_t bytes) { return pinned_memory(bytes).data; });
+        engine_, config, [this](std::size_t bytes) { return pinned_memory(device_, bytes).data; });
   }
 
   std::vector<std::string> take_reports() override {

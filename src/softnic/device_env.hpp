@@ -14,9 +14,17 @@ namespace belfry::softnic::kernel {
 
 // ---- Copies ----
 
+#if BELFRY_CUDA
+using Unit = uint4;
+#else
+struct alignas(16) Unit {
+  std::uint32_t x, y, z, w;
+};
+#endif
+
 // 16 bytes past the L1 cache. Weak: what makes the source visible stands before the copy.
-BELFRY_DEVICE BELFRY_INLINE uint4 read16(const std::byte* from) {
-  uint4 v = {};
+BELFRY_DEVICE BELFRY_INLINE Unit read16(const std::byte* from) {
+  Unit v = {};
 #if !BELFRY_ON_GPU
   memcpy(&v, from, sizeof(v));
 #else
@@ -26,11 +34,11 @@ BELFRY_DEVICE BELFRY_INLINE uint4 read16(const std::byte* from) {
 #endif
   return v;
 }
-BELFRY_DEVICE BELFRY_INLINE void write16(std::byte* to, uint4 v) {
+BELFRY_DEVICE BELFRY_INLINE void write16(std::byte* to, Unit v) {
 #if !BELFRY_ON_GPU
   memcpy(to, &v, sizeof(v));
 #else
-  *reinterpret_cast<uint4*>(to) = v;
+  *reinterpret_cast<Unit*>(to) = v;
 #endif
 }
 
@@ -60,7 +68,7 @@ template <std::uint32_t Deep>
 BELFRY_DEVICE BELFRY_INLINE void copy_round(std::byte* to, const std::byte* from,
                                             std::uint32_t units, std::uint32_t lane) {
   constexpr std::uint32_t stride = lanes * 16;
-  uint4 v[Deep];
+  Unit v[Deep];
   if (units >= Deep * lanes) {
     to += lane * 16;
     from += lane * 16;

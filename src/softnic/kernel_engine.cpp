@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "belfry/status.hpp"
+#include "softnic/arguments.hpp"
 #include "softnic/kernel_home.hpp"
 #include "softnic/kernel_tables.hpp"
 
@@ -34,20 +35,6 @@ std::string text(const char* format, ...) {
   return buffer;
 }
 
-void check(bool condition, const std::string& thing, const std::string& found,
-           const std::string& wanted, const std::string& remedy) {
-  if (!condition) throw Error(thing, found, wanted, remedy);
-}
-
-std::uint64_t threshold(double probability) {
-  if (!(probability > 0)) return 0;
-  return probability >= 1 ? 1ull << 32 : static_cast<std::uint64_t>(probability * 4294967296.0);
-}
-
-std::uint64_t nanoseconds(std::chrono::nanoseconds duration) {
-  return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
-}
-
 template <class T>
 T read_word(const T* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
@@ -57,8 +44,9 @@ void write_word(T* word, std::type_identity_t<T> value) {
   __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
-constexpr std::uint32_t qp_index_bits = 10;
-constexpr std::uint32_t qp_index_mask = (1u << qp_index_bits) - 1;
+// Of a QPN: the QP's place in the table, below the place's generation.
+constexpr std::uint32_t place_bits = 10;
+constexpr std::uint32_t place_mask = (1u << place_bits) - 1;
 
 std::string reason(const kernel::ReportSlot& r) {
   const auto* v = r.values;
@@ -171,7 +159,7 @@ KernelEngine::Implementation::Implementation(KernelEngineConfig c) : config(std:
           "change KernelEngineConfig");
   };
   bounds("ctas", config.ctas, 1, kernel::max_ctas);
-  bounds("max_qps", config.max_qps, 1, qp_index_mask + 1);
+  bounds("max_qps", config.max_qps, 1, place_mask + 1);
   bounds("max_cqs", config.max_cqs, 1, 65535);
   bounds("max_keys", config.max_keys, 2, 65536);
   bounds("max_peers", config.max_peers, 1, 65536);
@@ -415,7 +403,7 @@ std::uint32_t KernelEngine::Implementation::peer_index(const KernelEngineAddress
 }
 
 KernelEngine::Implementation::Qp& KernelEngine::Implementation::qp_or_throw(std::uint32_t qpn) {
-  const std::uint32_t index = qpn & qp_index_mask;
+  const std::uint32_t index = qpn & place_mask;
   check(index < qps.size() && qps[index].used && qps[index].qpn == qpn,
         text("QP %#x of softnic %s", qpn, config.name.c_str()), "no such QP",
         "a number that create_qp returned", "check the caller");
@@ -604,7 +592,7 @@ std::uint32_t KernelEngine::create_qp(const QpConfig& config) {
 
   Implementation::Qp& qp = self.qps[index];
   qp.generation = qp.generation % 4095 + 1;
-  qp.qpn = qp.generation << qp_index_bits | index;
+  qp.qpn = qp.generation << place_bits | index;
   kernel::DeviceQp image = {};
   image.ring = static_cast<const std::byte*>(config.send_ring);
   image.mask = (1u << config.log2_send_blocks) - 1;
@@ -634,7 +622,7 @@ std::uint32_t KernelEngine::create_qp(const QpConfig& config) {
 }
 
 QpStatus KernelEngine::Implementation::query(Qp& qp) {
-  Command command = make_command(CommandKind::query_qp, qp.qpn & qp_index_mask);
+  Command command = make_command(CommandKind::query_qp, qp.qpn & place_mask);
   command.front = qp.front;
   command.slot = qp.slot;
   const kernel::Reply reply = ask(command);
@@ -683,7 +671,7 @@ void KernelEngine::modify_qp(std::uint32_t qpn, QpState target,
     m.retry_count = attributes.retry_count;
     m.rnr_retry = 7;
   }
-  Command command = make_command(CommandKind::modify_qp, qpn & qp_index_mask);
+  Command command = make_command(CommandKind::modify_qp, qpn & place_mask);
   command.front = qp.front;
   command.slot = qp.slot;
   set_payload(command, m);
@@ -700,7 +688,7 @@ void KernelEngine::destroy_qp(std::uint32_t qpn) {
   Implementation& self = *self_;
   const std::lock_guard lock(self.mutex);
   Implementation::Qp& qp = self.qp_or_throw(qpn);
-  Command command = make_command(CommandKind::remove_qp, qpn & qp_index_mask);
+  Command command = make_command(CommandKind::remove_qp, qpn & place_mask);
   command.front = qp.front;
   command.slot = qp.slot;
   self.ask(command);

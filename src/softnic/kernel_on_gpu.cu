@@ -114,6 +114,7 @@ class HomeOnGpu final : public KernelHome {
   }
 
   void* take_shared(std::size_t bytes) override {
+    const OnDevice device_set(device_);
     bytes = (bytes + 4095) / 4096 * 4096;
     void* memory = PinnedPool::instance().take(bytes);
     pinned_.emplace_back(bytes, memory);

@@ -24,6 +24,7 @@
 
 #include "belfry/simt.hpp"
 #include "belfry/status.hpp"
+#include "softnic/arguments.hpp"
 #include "softnic/engine.hpp"
 #include "softnic/segment.hpp"
 
@@ -75,11 +76,6 @@ std::uint64_t random_id() {
     id = now_ns() * 0x9e3779b97f4a7c15ull ^ memory::own_pid();
   }
   return id | 1;
-}
-
-void check(bool condition, const std::string& thing, const std::string& found,
-           const std::string& wanted, const std::string& remedy) {
-  if (!condition) throw Error(thing, found, wanted, remedy);
 }
 
 // A NIC's segment as this process sees it. Everything in it may be nonsense: its owner is another
@@ -283,15 +279,6 @@ struct Served {
   NicAddress address;
   View view;
 };
-
-std::uint64_t threshold(double probability) {
-  if (!(probability > 0)) return 0;
-  return probability >= 1 ? 1ull << 32 : static_cast<std::uint64_t>(probability * 4294967296.0);
-}
-
-std::uint64_t nanoseconds(std::chrono::nanoseconds duration) {
-  return duration.count() < 0 ? 0 : static_cast<std::uint64_t>(duration.count());
-}
 
 }  // namespace
 

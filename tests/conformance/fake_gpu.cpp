@@ -114,7 +114,7 @@ std::shared_ptr<GpuMapping> map_gpu(const GpuName& name, int device) {
   return std::make_shared<GpuMapping>(mapping->data(), device, true);
 }
 
-PinnedBlock::PinnedBlock(std::size_t bytes) : data_(take(-1, bytes)), bytes_(bytes) {}
+PinnedBlock::PinnedBlock(int, std::size_t bytes) : data_(take(-1, bytes)), bytes_(bytes) {}
 PinnedBlock::~PinnedBlock() { give_back(-1, bytes_, data_); }
 PinnedBlock::PinnedBlock(PinnedBlock&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), bytes_(other.bytes_) {}
@@ -124,7 +124,8 @@ PinnedBlock& PinnedBlock::operator=(PinnedBlock&& other) noexcept {
   return *this;
 }
 
-PinnedSegment::PinnedSegment(const std::string& name, std::size_t bytes) : segment_(name, bytes) {
+PinnedSegment::PinnedSegment(int, const std::string& name, std::size_t bytes)
+    : segment_(name, bytes) {
   if (std::getenv("BELFRY_TEST_UNPINNED") != nullptr) refuse("pinned memory of a segment");
 }
 PinnedSegment::~PinnedSegment() = default;

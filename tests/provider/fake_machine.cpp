@@ -267,7 +267,7 @@ Attempt<FarMemory> FakeMachine::gpu_memory(int, std::size_t bytes) {
   return Attempt<FarMemory>::done(host_memory(bytes));
 }
 
-Attempt<FarMemory> FakeMachine::pinned_memory(std::size_t bytes) {
+Attempt<FarMemory> FakeMachine::pinned_memory(int, std::size_t bytes) {
   if (const std::string why = note("pinned"); !why.empty()) return Attempt<FarMemory>::failed(why);
   return Attempt<FarMemory>::done(host_memory(bytes));
 }

@@ -37,7 +37,7 @@ class FakeMachine final : public Machine, public std::enable_shared_from_this<Fa
   std::unique_ptr<OpenNic> open(const NicFacts& nic) override;
   Distance distance(const NicFacts& nic, int gpu) override;
   Attempt<FarMemory> gpu_memory(int gpu, std::size_t bytes) override;
-  Attempt<FarMemory> pinned_memory(std::size_t bytes) override;
+  Attempt<FarMemory> pinned_memory(int gpu, std::size_t bytes) override;
   Attempt<Dmabuf> export_dmabuf(int gpu, void* memory, std::size_t bytes) override;
   Attempt<MappedRegister> map_for_gpus(const Uar& uar) override;
 

@@ -173,7 +173,7 @@ Chosen<FarPlace> place_for_kernels(Device& device, std::size_t bytes) {
         }},
        {"pinned host memory",
         [&] {
-          Attempt<FarMemory> memory = device.machine->pinned_memory(bytes);
+          Attempt<FarMemory> memory = device.machine->pinned_memory(device.gpu, bytes);
           return memory ? registered(std::move(*memory.value)) : Result::failed(memory.why);
         }}},
       "see `belfry doctor`; raise the locked memory limit: ulimit -l unlimited");
@@ -412,7 +412,7 @@ class GpuMlx5Queue final : public CopiedQueue {
           }},
          {"by a thread of the host",
           [&] {
-            Attempt<FarMemory> word = device.machine->pinned_memory(4096);
+            Attempt<FarMemory> word = device.machine->pinned_memory(device.gpu, 4096);
             if (!word) return Result::failed(word.why);
             auto* at = reinterpret_cast<std::uint64_t*>(word.value->data.get());
             return Result::done({at, true, word.value->data});

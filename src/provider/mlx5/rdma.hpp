@@ -89,7 +89,7 @@ class Machine {
   virtual std::unique_ptr<OpenNic> open(const NicFacts& nic) = 0;
   virtual Distance distance(const NicFacts& nic, int gpu) = 0;
   virtual Attempt<FarMemory> gpu_memory(int gpu, std::size_t bytes) = 0;
-  virtual Attempt<FarMemory> pinned_memory(std::size_t bytes) = 0;
+  virtual Attempt<FarMemory> pinned_memory(int gpu, std::size_t bytes) = 0;
   virtual Attempt<Dmabuf> export_dmabuf(int gpu, void* memory, std::size_t bytes) = 0;
   // The register as a kernel of a GPU stores to it.
   struct MappedRegister {

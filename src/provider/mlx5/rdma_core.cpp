@@ -345,8 +345,8 @@ class RealMachine final : public Machine {
   Attempt<FarMemory> gpu_memory(int gpu, std::size_t bytes) override {
     return tried([&] { return memory_of_gpu(gpu, bytes); });
   }
-  Attempt<FarMemory> pinned_memory(std::size_t bytes) override {
-    return tried([&] { return provider::pinned_memory(bytes); });
+  Attempt<FarMemory> pinned_memory(int gpu, std::size_t bytes) override {
+    return tried([&] { return provider::pinned_memory(gpu, bytes); });
   }
 
   Attempt<Dmabuf> export_dmabuf(int gpu, void* memory, std::size_t bytes) override {
