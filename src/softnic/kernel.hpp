@@ -416,6 +416,7 @@ BELFRY_DEVICE BELFRY_INLINE bool take_team_chunk(Board& board, std::uint32_t num
 
 // Copies chunks of its CTA's jobs, since a front waits for each, and of the grid's: in turn while
 // there are both, so that neither keeps the other from its end.
+// `First`: in the first warpgroup; ptxas compiles a function for one number of registers.
 template <bool First>
 BELFRY_DEVICE BELFRY_APART void run_mover(const Tables& t, std::uint32_t number) {
   const std::uint32_t lane = this_lane();
