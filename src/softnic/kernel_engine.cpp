@@ -18,6 +18,7 @@
 #include "softnic/arguments.hpp"
 #include "softnic/kernel_home.hpp"
 #include "softnic/kernel_tables.hpp"
+#include "softnic/words.hpp"
 
 namespace belfry::softnic {
 namespace {
@@ -33,15 +34,6 @@ std::string text(const char* format, ...) {
   std::vsnprintf(buffer, sizeof(buffer), format, arguments);
   va_end(arguments);
   return buffer;
-}
-
-template <class T>
-T read_word(const T* word) {
-  return __atomic_load_n(word, __ATOMIC_ACQUIRE);
-}
-template <class T>
-void write_word(T* word, std::type_identity_t<T> value) {
-  __atomic_store_n(word, value, __ATOMIC_RELEASE);
 }
 
 // Of a QPN: the QP's place in the table, below the place's generation.
@@ -279,7 +271,7 @@ void KernelEngine::Implementation::start() {
   home->start(t, config.ctas, config.trace);
   launched = true;
   const auto deadline = std::chrono::steady_clock::now() + config.control_deadline;
-  while (read_word(&t.mail->alive) == 0) {
+  while (read_acquire(&t.mail->alive) == 0) {
     if (const auto how = home->ended()) {
       check(false, thing("kernel"), how->empty() ? "one that ended" : *how, "a running kernel",
             "look for an earlier CUDA error");
@@ -296,7 +288,7 @@ void KernelEngine::Implementation::start() {
 void KernelEngine::Implementation::end(std::chrono::nanoseconds within) {
   if (ended) return;
   if (launched) {
-    write_word(&t.mail->stop_request, std::uint64_t{request} << 32 | 1);
+    write_release(&t.mail->stop_request, std::uint64_t{request} << 32 | 1);
     const auto deadline = std::chrono::steady_clock::now() + within;
     std::optional<std::string> how;
     while (!(how = home->ended())) {
@@ -320,16 +312,16 @@ kernel::Reply KernelEngine::Implementation::ask(Command& command) {
         "make control calls before stop()");
   kernel::Mail& mail = *t.mail;
   std::memcpy(static_cast<void*>(&mail.command), &command, sizeof(command));
-  write_word(&mail.stop_request, std::uint64_t{++request} << 32);
+  write_release(&mail.stop_request, std::uint64_t{++request} << 32);
   const auto deadline = std::chrono::steady_clock::now() + config.control_deadline;
-  for (std::uint32_t turn = 1; read_word(&mail.answered) != request; ++turn) {
+  for (std::uint32_t turn = 1; read_acquire(&mail.answered) != request; ++turn) {
     if (turn % 256 != 0) continue;
     home->give_way();
     const auto how = home->ended();
-    check(!how || read_word(&mail.answered) == request, thing("kernel"),
-          read_word(&mail.expired) != 0 ? "the end of its lifetime"
-          : how && how->empty()         ? "one that ended"
-                                        : how.value_or(""),
+    check(!how || read_acquire(&mail.answered) == request, thing("kernel"),
+          read_acquire(&mail.expired) != 0 ? "the end of its lifetime"
+          : how && how->empty()            ? "one that ended"
+                                           : how.value_or(""),
           "a running kernel", "raise KernelEngineConfig::lifetime, or look for CUDA errors");
     check(std::chrono::steady_clock::now() < deadline, thing("kernel"),
           text("no answer to command %u within %lld ms", static_cast<unsigned>(command.kind),
@@ -337,7 +329,7 @@ kernel::Reply KernelEngine::Implementation::ask(Command& command) {
           "an answer within microseconds", "the GPU hangs: end the process");
   }
   kernel::Reply reply;
-  for (int i = 0; i < 8; ++i) reply.words[i] = read_word(&mail.reply.words[i]);
+  for (int i = 0; i < 8; ++i) reply.words[i] = read_acquire(&mail.reply.words[i]);
   return reply;
 }
 
@@ -366,23 +358,12 @@ void KernelEngine::Implementation::apply(const Faults& f) {
   EngineOptions o = {};
   o.strict = config.strict;
   o.poll_records = config.poll_records;
-  o.late_placement = f.late_placement;
-  o.error_syndrome = f.error_syndrome;
-  o.credit = f.credit;
-  o.delay = threshold(f.delay);
-  o.drop = threshold(f.drop);
-  o.delay_passes = f.delay_passes;
-  o.drop_passes = f.drop_passes;
-  o.late_placement_passes = f.late_placement_passes;
-  o.error_at = f.error_at;
-  o.flush_at = f.flush_at;
-  o.stall_at = f.stall_at;
-  o.fault_qpn = f.fault_qpn;
+  take_faults(o, f);
+  // What the fast paths have not.
+  o.faulty = o.faulty || o.credit != 0;
   o.patience_ns = nanoseconds(config.doorbell_patience);
   // No peer ever answers; a request ends as soon as it is looked at again.
   o.service_deadline_ns = 0;
-  o.faulty = o.late_placement || o.credit != 0 || o.delay != 0 || o.drop != 0 || o.error_at != 0 ||
-             o.flush_at != 0 || o.stall_at != 0;
   check(f.reorder == 0 && f.slow_doorbell_passes == 0, what, "reorder or slow_doorbell_passes",
         "none of them: fronts poll records and take queues in turn", "use SoftNic for these");
   Command command = make_command(CommandKind::set_options, 0);
@@ -710,11 +691,11 @@ std::vector<Report> KernelEngine::take_reports() {
   std::vector<Report> list;
   while (!self.ended) {
     const kernel::ReportSlot& slot = self.t.reports[self.report_number % self.t.max_reports];
-    if (read_word(&slot.number) != self.report_number + 1) break;
+    if (read_acquire(&slot.number) != self.report_number + 1) break;
     list.push_back({self.config.name, slot.qpn, static_cast<std::uint16_t>(slot.index),
                     static_cast<ReportKind>(slot.kind), reason(slot)});
     ++self.report_number;
-    write_word(&self.t.mail->reports_taken, self.report_number);
+    write_release(&self.t.mail->reports_taken, self.report_number);
   }
   return list;
 }

@@ -27,29 +27,11 @@
 #include "softnic/arguments.hpp"
 #include "softnic/engine.hpp"
 #include "softnic/segment.hpp"
+#include "softnic/words.hpp"
 
 namespace belfry::softnic {
 
 namespace {
-
-// The NIC's own words carry no preemption point: a control call that lost the core in the middle
-// of its turn would block the others for good on an executor with one OS thread.
-template <class T>
-T read_relaxed(const T* address) {
-  return __atomic_load_n(address, __ATOMIC_RELAXED);
-}
-template <class T>
-T read_acquire(const T* address) {
-  return __atomic_load_n(address, __ATOMIC_ACQUIRE);
-}
-template <class T>
-void write_relaxed(T* address, std::type_identity_t<T> value) {
-  __atomic_store_n(address, value, __ATOMIC_RELAXED);
-}
-template <class T>
-void write_release(T* address, std::type_identity_t<T> value) {
-  __atomic_store_n(address, value, __ATOMIC_RELEASE);
-}
 
 // Structs that cross between engines go word by word, so that a copy taken while the other side
 // writes is torn but defined; the state word beside them says whether it counts. Acquire, so that
@@ -747,24 +729,7 @@ SoftNic::Implementation::~Implementation() {
   for (const auto& [key, import] : imports) device_ranges().remove(import.here, import.bytes);
 }
 
-void SoftNic::Implementation::apply(const Faults& f) {
-  option.delay = threshold(f.delay);
-  option.drop = threshold(f.drop);
-  option.reorder = threshold(f.reorder);
-  option.delay_passes = std::max(f.delay_passes, 1u);
-  option.drop_passes = f.drop_passes;
-  option.late_placement = f.late_placement;
-  option.late_placement_passes = f.late_placement_passes;
-  option.slow_doorbell_passes = f.slow_doorbell_passes;
-  option.error_at = f.error_at;
-  option.error_syndrome = f.error_syndrome;
-  option.flush_at = f.flush_at;
-  option.stall_at = f.stall_at;
-  option.fault_qpn = f.fault_qpn;
-  option.credit = f.credit;
-  option.faulty = option.delay != 0 || option.drop != 0 || option.late_placement ||
-                  option.error_at != 0 || option.flush_at != 0 || option.stall_at != 0;
-}
+void SoftNic::Implementation::apply(const Faults& f) { take_faults(option, f); }
 
 // ---- Peers ----
 

@@ -22,7 +22,8 @@ constexpr const char* usage =
     "usage: belfry_soak [--seeds FIRST COUNT] [--minutes M]\n"
     "Runs one seeded job per seed and verifies it; the first that goes wrong ends the run with\n"
     "status 1 and the command that replays it.\n"
-    "  --seeds FIRST COUNT  default 1 1000; BELFRY_SOAK_SEEDS replaces the count\n"
+    "  --seeds FIRST COUNT  default 1 1000; BELFRY_SOAK_SEEDS replaces the count;\n"
+    "                       belfry_soak_kernel runs one in a hundred of them\n"
     "  --minutes M          until then, in place of a count\n";
 
 bool number(const char* text, std::uint64_t& value) {

@@ -1,6 +1,7 @@
 // In the place of softnic/kernel_on_gpu.cu: SoftNIC's kernel as a kernel of the host executor.
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <new>
 #include <vector>
 
@@ -17,19 +18,15 @@ namespace {
 
 class HomeOnHost final : public KernelHome {
  public:
-  explicit HomeOnHost(std::string name) : name_(std::move(name)) {}
-  ~HomeOnHost() override { free_all(); }
-
   std::uint32_t most_ctas(bool) override { return kernel::max_ctas; }
   std::uint32_t cycles_per_us() override { return 1000; }
   void* take(std::size_t bytes) override { return take_shared(bytes); }
   void* take_shared(std::size_t bytes) override {
     bytes = (bytes + 255) / 256 * 256;
-    void* memory = std::aligned_alloc(256, bytes);
+    blocks_.emplace_back(std::aligned_alloc(256, bytes), &std::free);
+    void* memory = blocks_.back().get();
     if (memory == nullptr) throw std::bad_alloc();
-    blocks_.push_back(memory);
-    std::memset(memory, 0, bytes);
-    return memory;
+    return std::memset(memory, 0, bytes);
   }
   void start(const kernel::Tables& tables, std::uint32_t ctas, bool traced) override {
     running_ =
@@ -49,24 +46,17 @@ class HomeOnHost final : public KernelHome {
     return "";
   }
   void give_way() override { simt::yield(); }
-  void give_back() override { free_all(); }
+  void give_back() override { blocks_.clear(); }
 
  private:
-  void free_all() {
-    running_ = {};
-    for (void* memory : blocks_) std::free(memory);
-    blocks_.clear();
-  }
-
-  std::string name_;
-  Launch running_;
-  std::vector<void*> blocks_;
+  std::vector<std::unique_ptr<void, decltype(&std::free)>> blocks_;
+  Launch running_;  // ends before its memory goes
 };
 
 }  // namespace
 
-std::unique_ptr<KernelHome> home_on_gpu(int, const std::string& name) {
-  return std::make_unique<HomeOnHost>(name);
+std::unique_ptr<KernelHome> home_on_gpu(int, const std::string&) {
+  return std::make_unique<HomeOnHost>();
 }
 
 }  // namespace belfry::softnic
